@@ -1,0 +1,1 @@
+"""The indexer: configuration, layer plan, shared buffer, paged caches and the module."""

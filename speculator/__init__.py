@@ -1,0 +1,1 @@
+"""Speculative decoding with a shared selection: batches, hooks, runners and verification."""

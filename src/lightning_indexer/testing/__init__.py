@@ -1,0 +1,1 @@
+"""Oracles and helpers for testing kernels, ours or anybody's."""
