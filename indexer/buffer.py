@@ -1,0 +1,144 @@
+"""The shared selection: one int32 tensor at a fixed address, and what the host knows of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from ..kernels.checks import check_int
+
+
+class StaleSelectionError(RuntimeError):
+    """A draft step was about to reuse rows that are not this round's, one per request."""
+
+
+class SelectionKind(Enum):
+    """What the rows of a buffer stand for."""
+
+    UNTRACKED = "untracked"  # a foreign runner drives the model; nothing is known
+    EMPTY = "empty"
+    PER_TOKEN = "per token"
+    PER_REQUEST = "per request"
+
+
+@dataclass(frozen=True)
+class SelectionState:
+    """A kind, how many rows it covers, and the generation (round) that wrote them."""
+
+    kind: SelectionKind
+    num_rows: int = 0
+    generation: int = 0
+
+
+class TopkIndicesBuffer:
+    """The [M, W] int32 rows that indexer layers write and skipping steps read.
+
+    The tensor is allocated once and keeps its address for life, so that captured graphs may hold
+    it. Its state lives on the host and is moved by the speculator's hooks and graph runners,
+    never by a model's forward: a replayed graph runs no Python. Until a speculator calls
+    `track`, the state is UNTRACKED and nothing is ever refused.
+
+    Args:
+        max_rows: M, at least the larger of max_num_tokens and max_num_reqs.
+        width: W, at least index_topk.
+        device: where the rows live.
+
+    A buffer belongs to one stream.
+    """
+
+    def __init__(
+        self, max_rows: int, width: int, *, device: torch.device | str | None = None
+    ) -> None:
+        check_int("max_rows", max_rows, minimum=1)
+        check_int("width", width, minimum=1)
+        with torch.inference_mode(False):  # an inference tensor has no version counter
+            self.indices = torch.full((max_rows, width), -1, dtype=torch.int32, device=device)
+        self.generation = 0
+        self.state = SelectionState(SelectionKind.UNTRACKED)
+
+    @property
+    def max_rows(self) -> int:
+        """M, the number of rows."""
+        return self.indices.shape[0]
+
+    @property
+    def width(self) -> int:
+        """W, the number of columns."""
+        return self.indices.shape[1]
+
+    @property
+    def write_count(self) -> int:
+        """A number that moves whenever an op writes the rows (not under a CUDA graph's replay)."""
+        return self.indices._version
+
+    def rows(self, num_rows: int) -> torch.Tensor:
+        """A view of the first `num_rows` rows.
+
+        Raises:
+            ValueError: when the buffer has fewer.
+        """
+        if num_rows > self.max_rows:
+            raise ValueError(f"num_rows must be at most {self.max_rows}, got {num_rows}")
+        return self.indices[:num_rows]
+
+    def track(self) -> None:
+        """Starts keeping state; called by a speculator that drives the owning model."""
+        self.state = SelectionState(SelectionKind.EMPTY, generation=self.generation)
+
+    def new_generation(self) -> None:
+        """A new round begins: what the rows hold now is old."""
+        self.generation += 1
+
+    def clear(self) -> None:
+        """Forgets the selection (after a capture, whose rows are dummies)."""
+        if self._tracked:
+            self.state = SelectionState(SelectionKind.EMPTY, generation=self.generation)
+
+    def mark_written(self, num_rows: int) -> None:
+        """A forward has written `num_rows` rows, one per token."""
+        if self._tracked:
+            self.state = SelectionState(SelectionKind.PER_TOKEN, num_rows, self.generation)
+
+    def check_compactable(self) -> None:
+        """Raises StaleSelectionError when this round's rows were compacted already."""
+        current = self.state.generation == self.generation
+        if self.state.kind is SelectionKind.PER_REQUEST and current:
+            raise StaleSelectionError(
+                f"rows of generation {self.generation} were compacted already; a second"
+                " compaction would take row ids for token rows that are gone"
+            )
+
+    def mark_compacted(self, num_reqs: int, max_num_reqs: int) -> None:
+        """Rows [0, num_reqs) now stand for requests; rows up to `max_num_reqs` become −1.
+
+        Rows that no forward of this round wrote keep their state, and stay unusable.
+        """
+        self.indices[num_reqs:max_num_reqs].fill_(-1)
+        fresh = self.state.generation == self.generation
+        if self.state.kind is SelectionKind.PER_TOKEN and fresh:
+            self.state = SelectionState(SelectionKind.PER_REQUEST, num_reqs, self.generation)
+
+    def check_reusable(self, num_reqs: int) -> None:
+        """Raises StaleSelectionError unless rows [0, num_reqs) are this round's, per request."""
+        state = self.state
+        if state.kind is SelectionKind.UNTRACKED:
+            return
+        if state.kind is not SelectionKind.PER_REQUEST:
+            raise StaleSelectionError(
+                f"the selection is {state.kind.value}, not per request: step 0 must write it and"
+                " compaction must follow before a step reuses it"
+            )
+        if state.generation != self.generation:
+            raise StaleSelectionError(
+                f"the selection is of generation {state.generation}, now is {self.generation}"
+            )
+        if num_reqs > state.num_rows:
+            raise StaleSelectionError(
+                f"{num_reqs} requests want to reuse a selection of {state.num_rows}"
+            )
+
+    @property
+    def _tracked(self) -> bool:
+        return self.state.kind is not SelectionKind.UNTRACKED

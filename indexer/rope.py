@@ -1,0 +1,44 @@
+"""Rotary position embedding in the two layouts that indexers are trained with."""
+
+from __future__ import annotations
+
+import torch
+
+from .config import RopeStyle
+
+
+def rope_tables(
+    num_positions: int, rotary_dim: int, theta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of p·theta^(−2i/rotary_dim): float64 [num_positions, rotary_dim/2] each.
+
+    Built once and indexed: computing cosines for a batch would give bits that depend on its size.
+    """
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / max(rotary_dim, 1)
+    angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * theta**-exponent
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, style: RopeStyle
+) -> torch.Tensor:
+    """Rotates the first 2·cos.shape[-1] dimensions of x; the others pass.
+
+    Pair i is (x[i], x[i + half]) for "half_split" and (x[2i], x[2i+1]) for "interleaved"; either
+    way (a, b) → (a·cos − b·sin, b·cos + a·sin), in place of the pair.
+
+    Args:
+        x: [..., D].
+        cos: [..., rotary_dim/2], broadcastable against x's leading dimensions.
+        sin: like cos.
+        style: which elements form a pair.
+    """
+    half = cos.shape[-1]
+    rotary, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if style == "half_split":
+        a, b = rotary[..., :half], rotary[..., half:]
+        rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    else:
+        a, b = rotary[..., 0::2], rotary[..., 1::2]
+        rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+    return torch.cat([rotated, rest], dim=-1)
