@@ -1,0 +1,50 @@
+"""The limits that a speculator is built for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..kernels.checks import check_int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculatorConfig:
+    """Limits of a speculator; tensors are allocated for them once.
+
+    Args:
+        num_speculative_steps: K, draft tokens a round (0 is allowed).
+        max_num_reqs: most requests in a round.
+        max_num_tokens: most target rows in a round.
+        max_model_len: positions a sequence may have.
+        hidden_size: width of the target's and the draft's hidden states.
+        page_size: S, tokens a cache page.
+        prefill_sizes: padded row counts of step 0, ascending; none pads nothing.
+        decode_sizes: padded request counts of the later steps, ascending.
+        dtype: of hidden states.
+        device: where the draft runs.
+    """
+
+    num_speculative_steps: int
+    max_num_reqs: int
+    max_num_tokens: int
+    max_model_len: int
+    hidden_size: int
+    page_size: int = 64
+    prefill_sizes: tuple[int, ...] = ()
+    decode_sizes: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str | None = None
+
+    def __post_init__(self) -> None:
+        check_int("num_speculative_steps", self.num_speculative_steps, minimum=0)
+        for name in ("max_num_reqs", "max_num_tokens", "max_model_len", "hidden_size", "page_size"):
+            check_int(name, getattr(self, name), minimum=1)
+        for name, limit in (
+            ("prefill_sizes", self.max_num_tokens),
+            ("decode_sizes", self.max_num_reqs),
+        ):
+            sizes = getattr(self, name)
+            if list(sizes) != sorted(set(sizes)) or any(not 1 <= size <= limit for size in sizes):
+                raise ValueError(f"{name} must ascend within [1, {limit}], got {sizes}")

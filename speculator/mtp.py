@@ -1,0 +1,101 @@
+"""Drafting with an MTP head that selects keys once a round and reuses the selection."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from .autoregressive import AutoRegressiveSpeculator, DraftModel, StepObserver
+from .config import SpeculatorConfig
+from .runner import GraphRunner
+from .sharing import SharingCapability, resolve_sharing
+
+
+class MTPSpeculator(AutoRegressiveSpeculator):
+    """Toggles `skip_topk` around the draft steps; overrides hooks and `graph_state` alone.
+
+    Step 0 selects, one row a token. Its rows are then compacted to one a request, and steps
+    1..K−1 reuse them. Sharing is on when the draft's config sets
+    `index_share_for_mtp_iteration` and the draft has `set_skip_topk` and `compact_topk_indices`
+    (see `resolve_sharing`); else every step selects for itself, with the same control flow.
+
+    Args:
+        model: the draft.
+        config: limits.
+        draft_config: object or mapping with `index_share_for_mtp_iteration` (default:
+            `model.config`).
+        runner: how steps are executed (default: eagerly).
+        observer: called after each decode step, outside any graph.
+
+    Raises:
+        StaleSelectionError: from `propose` and `capture`, when the rows to reuse are not this
+            round's, one a request.
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        config: SpeculatorConfig,
+        *,
+        draft_config: Any = None,
+        runner: GraphRunner | None = None,
+        observer: StepObserver | None = None,
+    ) -> None:
+        self._draft_config = draft_config
+        #: Whether the draft shares its selection; set by `load_draft_model`.
+        self.share_mtp_topk_indices = False
+        super().__init__(model, config, runner=runner, observer=observer)
+
+    def load_draft_model(self, model: DraftModel, draft_config: Any = None) -> None:
+        """Drives `model` from now on, and finds out whether it can share.
+
+        Args:
+            model: the draft.
+            draft_config: in place of the one given to the constructor.
+        """
+        super().load_draft_model(model)
+        if draft_config is None:
+            draft_config = self._draft_config
+        if draft_config is None:
+            draft_config = getattr(model, "config", {})
+        self.sharing: SharingCapability = resolve_sharing(model, draft_config)
+        self.share_mtp_topk_indices = self.sharing.model is not None
+        for buffer in self.sharing.buffers:
+            buffer.track()
+        self.runner.watch(self.sharing.buffers)
+
+    def graph_state(self) -> Hashable:
+        """(skip_topk,): the flag that a graph bakes in."""
+        return (self.stats.reusing,)
+
+    def on_prefill_begin(self, num_reqs: int) -> None:
+        """Skip off, always: a round that died may have left it on."""
+        self._set_skip_topk(False)
+        for buffer in self.sharing.buffers:
+            buffer.new_generation()
+
+    def on_prefill_end(self, num_reqs: int) -> None:
+        """Compacts token rows to request rows; the rest of the request rows become −1."""
+        if self.sharing.model is None or self.round_steps <= 1:
+            return
+        for buffer in self.sharing.buffers:
+            buffer.check_compactable()
+        self.sharing.model.compact_topk_indices(self.last_token_indices[:num_reqs])
+        for buffer in self.sharing.buffers:
+            buffer.mark_compacted(num_reqs, self.config.max_num_reqs)
+        self.stats.rows_compacted += num_reqs
+
+    def on_multi_step_decode_begin(self, num_reqs: int) -> None:
+        """Skip on, once the rows have proven to be reusable."""
+        for buffer in self.sharing.buffers:
+            buffer.check_reusable(num_reqs)
+        self._set_skip_topk(True)
+
+    def on_multi_step_decode_end(self, num_reqs: int) -> None:
+        """Skip off, whatever happened."""
+        self._set_skip_topk(False)
+
+    def _set_skip_topk(self, skip: bool) -> None:
+        if self.sharing.model is not None:
+            self.sharing.model.set_skip_topk(skip)
+            self.stats.reusing = skip

@@ -1,0 +1,135 @@
+"""A graph runner for any device: records the dispatched ops and replays them without Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..indexer.buffer import TopkIndicesBuffer
+from .runner import EagerRunner, GraphStateError, Step
+
+
+class CaptureError(RuntimeError):
+    """A step did something that no graph can hold, such as reading a value back to the host."""
+
+
+@dataclass
+class _Call:
+    op: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    fresh: list[torch.Tensor]  # outputs with memory of their own, refilled in place by a replay
+
+    def replay(self) -> None:
+        result = self.op(*self.args, **self.kwargs)
+        if self.fresh:
+            for out, new in zip(self.fresh, _tensors(result), strict=True):
+                out.copy_(new)
+
+
+@dataclass
+class _Graph:
+    state: Hashable
+    num_rows: int
+    calls: list[_Call] = field(default_factory=list)
+    written: list[TopkIndicesBuffer] = field(default_factory=list)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, calls: list[_Call]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _needs_values(func, args):
+            raise CaptureError(f"{func} depends on device values and cannot be captured")
+        result = func(*args, **kwargs)
+        returns = func._schema.returns
+        aliases = [r.alias_info for r in returns]
+        is_view = bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+        is_empty = func.overloadpacket in _UNINITIALISED
+        if not is_view and not is_empty:
+            writes_inputs = any(a is not None for a in aliases)
+            fresh = [] if writes_inputs else _tensors(result)
+            self._calls.append(_Call(func, args, kwargs, fresh))
+        return result
+
+
+def _needs_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether executing `func` reads device values back, be it for a shape."""
+    if func.overloadpacket in _INDEXING:  # with integers the shape is known: only masks count them
+        masks = (torch.bool, torch.uint8)
+        return any(index is not None and index.dtype in masks for index in args[1])
+    tags = func.tags
+    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+
+
+_INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
+
+_UNINITIALISED = (
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+)
+
+
+class RecordedRunner(EagerRunner):
+    """Captures steps as lists of dispatched ops on their tensors, and replays those.
+
+    It has a CUDA graph's semantics on any device: a flag read in Python is baked in, tensors keep
+    their addresses, padded rows run, nothing in a model's `forward` executes on replay, and a
+    step that reads device values cannot be captured. A key without a graph runs eagerly.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._graphs: dict[Hashable, _Graph] = {}
+
+    def capture(self, key: Hashable, step: Step, *, state: Hashable, num_rows: int) -> None:
+        """Executes `step` and keeps its ops. A graph that fails half-way is not kept."""
+        graph = _Graph(state, num_rows)
+
+        def recorded() -> None:
+            with _Recorder(graph.calls):
+                step()
+
+        graph.written = self._observe(recorded)
+        self._graphs[key] = graph
+        self._mark(graph)
+
+    def run(self, key: Hashable, step: Step, *, state: Hashable, num_rows: int) -> None:
+        """Replays the graph of `key`; see `GraphRunner`."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            super().run(key, step, state=state, num_rows=num_rows)
+            return
+        if graph.state != state:
+            raise GraphStateError(
+                f"graph {key} was captured in state {graph.state}, now is {state}"
+            )
+        for call in graph.calls:
+            call.replay()
+        self._mark(graph)
+
+    @staticmethod
+    def _mark(graph: _Graph) -> None:
+        for buffer in graph.written:
+            buffer.mark_written(graph.num_rows)
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
