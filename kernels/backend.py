@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def use_triton(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda or (INTERPRET and tensor.device.type == "cpu")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _device_target(index: int) -> Target:
     if torch.version.hip is not None:
         return Target("hip", torch.cuda.get_device_properties(index).gcnArchName.split(":")[0])

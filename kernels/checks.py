@@ -52,7 +52,11 @@ def check_int(name: str, value: object, *, minimum: int) -> int:
 
 
 def check_out(
-    out: object, *, dtype: torch.dtype, shape: Sequence[int], device: torch.device
+    out: object,
+    *,
+    dtype: torch.dtype | Sequence[torch.dtype],
+    shape: Sequence[int],
+    device: torch.device,
 ) -> torch.Tensor:
     """Returns `out` if the op may write its result there."""
     tensor = check_tensor("out", out, dtype=dtype, shape=shape, device=device)
@@ -74,6 +78,7 @@ def content_checks(tensor: torch.Tensor) -> bool:
 
 def check_range(name: str, value: torch.Tensor, low: int, high: int) -> None:
     """Content check: raises ValueError unless low ≤ value < high everywhere."""
+    value = value.long()  # an int32 tensor would wrap a bound beyond int32
     bad = (value < low) | (value >= high)
     if bool(bad.any()):
         raise ValueError(

@@ -18,9 +18,9 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 def register_op(schema: str, impl: Callable[..., None], *, mutates: str) -> Any:
     """Defines `schema` ("name(args) -> ()") with `impl` for CPU and CUDA/HIP tensors.
 
-    `mutates` names the keyword-only or first positional argument (a tensor or a list of tensors) that the op
-    writes. Its version counter moves with every call: a Triton launch is invisible to autograd
-    and to `TopkIndicesBuffer`, which both tell from the counter that a tensor was written.
+    `mutates` names the keyword-only or first positional argument (a tensor or a list of tensors)
+    that the op writes. Its version counter moves with every call: a Triton launch is invisible
+    to autograd and to `TopkIndicesBuffer`, which both tell from it that a tensor was written.
 
     Returns the op overload.
     """

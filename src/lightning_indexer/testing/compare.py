@@ -8,7 +8,7 @@ import torch
 def assert_matches(
     actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor | float
 ) -> None:
-    """Asserts |actual − expected| ≤ bound elementwise; −inf, +inf and NaN must lie at the same places.
+    """Asserts |actual − expected| ≤ bound elementwise; ±inf and NaN must lie at the same places.
 
     Args:
         actual: what the kernel gave, any float dtype.

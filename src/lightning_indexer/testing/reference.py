@@ -206,6 +206,33 @@ def write_index_k(
     return new
 
 
+def read_index_k(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    page_size: int,
+    head_dim: int,
+    total: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values (float64, unscaled) [total, D] and scales [total] of all requests' keys in turn.
+
+    Rows without a key have a NaN scale, and the value 0 (NaN in a float cache).
+    """
+    empty = 0.0 if cache.dtype == torch.uint8 else math.nan
+    values = torch.full((total, head_dim), empty, dtype=torch.float64)
+    scales = torch.full((total,), math.nan)
+    row = 0
+    for request, length in enumerate(context_lens.tolist()):
+        for position in range(max(length, 0)):
+            block, token = divmod(position, page_size)
+            page = int(block_table[request, block]) if block < block_table.shape[1] else -1
+            if row < total and 0 <= page < cache.shape[0]:
+                values[row], scales[row] = cached_key(cache, page, token, page_size, head_dim)
+            row += 1
+    return values, scales
+
+
 def indices_to_slots(
     indices: torch.Tensor, block_table: torch.Tensor, row_to_request: torch.Tensor, page_size: int
 ) -> torch.Tensor:

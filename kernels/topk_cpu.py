@@ -1,0 +1,87 @@
+"""`topk_indices` in vectorised PyTorch, exact, in row chunks so that scratch stays bounded."""
+
+from __future__ import annotations
+
+import torch
+
+#: Scores a chunk holds at most (one row at least): a 2 MB working copy stays in a core's cache.
+CHUNK_SCORES = 1 << 19
+
+_NEG_INF = float("-inf")
+_LOWEST = torch.finfo(torch.float32).min  # the least selectable score
+
+
+def select_rows(
+    logits: torch.Tensor,
+    k: int,
+    row_starts: torch.Tensor | None,
+    row_ends: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Writes the selection of every row of `logits` [T, L] to `out` [T, k]."""
+    rows, length = logits.shape
+    step = max(1, CHUNK_SCORES // max(length, 1))
+    if rows <= step:
+        _select_chunk(logits, k, row_starts, row_ends, out)
+        return
+    for i in range(0, rows, step):
+        part = slice(i, i + step)
+        starts = None if row_starts is None else row_starts[part]
+        ends = None if row_ends is None else row_ends[part]
+        _select_chunk(logits[part], k, starts, ends, out[part])
+
+
+def _select_chunk(
+    logits: torch.Tensor,
+    k: int,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    length = logits.shape[1]
+    first, last_start = (0, 0) if starts is None else _bounds(starts, length)
+    first_end, last = (length, length) if ends is None else _bounds(ends, length)
+    if last <= first:
+        out.fill_(-1)
+        return
+    # Columns outside every window of the chunk are not even looked at.
+    scores = logits[:, first:last].to(torch.float32)
+    scores = scores.nan_to_num(nan=_NEG_INF, posinf=float("inf"), neginf=_NEG_INF)  # a copy
+    if starts is not None and last_start > first:
+        scores.masked_fill_(torch.arange(first, last) < starts[:, None], _NEG_INF)
+    if ends is not None and first_end < last:
+        scores.masked_fill_(torch.arange(first, last) >= ends[:, None], _NEG_INF)
+
+    chosen, counts = _best(scores, k)
+    row, position = chosen.nonzero().unbind(1)  # ascending position within each row
+    if starts is not None and last_start > first:
+        position = position + (first - starts.clamp(min=0))[row]
+    if int(counts.min()) == k:
+        out.copy_(position.view(-1, k))
+    else:
+        filled = torch.arange(k) < counts[:, None]
+        block = torch.full(out.shape, -1, dtype=torch.int32)
+        out.copy_(block.masked_scatter_(filled, position.to(torch.int32)))
+
+
+def _bounds(values: torch.Tensor, limit: int) -> tuple[int, int]:
+    """The least and the greatest value, clamped to [0, limit]."""
+    low, high = values.aminmax()
+    return min(max(int(low), 0), limit), min(max(int(high), 0), limit)
+
+
+def _best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Marks the k best of each row (never −inf, ties to the smaller column) and counts them."""
+    if k >= scores.shape[1]:
+        chosen = scores >= _LOWEST
+        return chosen, chosen.sum(1)
+    kth = scores.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True).clamp_(min=_LOWEST)
+    chosen = scores >= kth
+    counts = chosen.sum(1)
+    if int(counts.max()) > k:  # somewhere more share the k-th score than there is room for
+        above = scores > kth
+        tied = chosen ^ above
+        room = k - above.sum(1, keepdim=True)
+        chosen = above | (tied & (tied.cumsum(1, dtype=torch.int32) <= room))
+        counts.clamp_(max=k)
+    return chosen, counts

@@ -1,0 +1,261 @@
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from counting import counts_examples
+from lightning_indexer.kernels import compact
+from lightning_indexer.kernels.compact import COMPACT_OP, compact_topk_indices
+from lightning_indexer.testing import reference
+
+POISON = 0x7FFFFFFF
+EIGHTH = settings(max_examples=max(3, settings().max_examples // 8))
+
+
+@dataclass(frozen=True)
+class Case:
+    height: int
+    widths: tuple[int, ...]
+    n: int
+    num_rows: int | None
+    order: str
+    rows_dtype: torch.dtype
+    strided: bool
+    seed: int
+
+    def storage(self) -> list[torch.Tensor]:
+        """What the buffers are cut from, poison around them."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shapes = [(self.height + 2, 2 * w + 3) for w in self.widths]
+        storages = [torch.full(shape, POISON, dtype=torch.int32) for shape in shapes]
+        for view in self.views(storages):
+            view.copy_(torch.randint(-1, 1000, view.shape, generator=generator))
+        return storages
+
+    def views(self, storages: list[torch.Tensor]) -> list[torch.Tensor]:
+        step = 2 if self.strided else 1
+        return [
+            x[1:-1, 1 : 1 + step * w : step] for x, w in zip(storages, self.widths, strict=True)
+        ]
+
+    @property
+    def limit(self) -> int:
+        return self.height if self.num_rows is None else min(self.num_rows, self.height)
+
+    def rows(self) -> torch.Tensor:
+        n, limit = min(self.n, self.height), self.limit
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        if self.order == "reversed":  # overwrites rows that are still to be read
+            ids = torch.arange(n).flip(0)
+        elif self.order == "shifted":
+            ids = torch.arange(n) - 1
+        elif self.order == "last of each":  # what the lifecycle asks for
+            ids = (torch.arange(1, n + 1) * max(limit // max(n, 1), 1)) - 1
+        else:
+            low, high = (-3, limit + 3) if self.order == "wild" else (0, max(limit, 1))
+            ids = torch.randint(low, high, (n,), generator=generator)
+        ids = ids.to(self.rows_dtype)
+        return ids.repeat_interleave(2)[::2] if self.strided else ids
+
+
+cases = st.builds(
+    Case,
+    height=st.integers(1, 40),
+    widths=st.lists(st.integers(1, 140), min_size=1, max_size=3).map(tuple),
+    n=st.integers(0, 40),
+    num_rows=st.none() | st.integers(0, 40),
+    order=st.sampled_from(["random", "wild", "reversed", "shifted", "last of each"]),
+    rows_dtype=st.sampled_from([torch.int32, torch.int64]),
+    strided=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+
+
+def _expected(case: Case) -> list[torch.Tensor]:
+    return [
+        reference.compact_topk_indices(view, case.rows(), num_rows=case.limit)
+        for view in case.views(case.storage())
+    ]
+
+
+@given(case=cases)
+@counts_examples("compact_topk_indices")
+def test_row_i_becomes_old_row_rows_i_and_nothing_else_changes(case: Case) -> None:
+    storages = case.storage()
+    buffers = case.views(storages)
+    assert compact_topk_indices(buffers, case.rows(), num_rows=case.limit) is None
+    for buffer, expected in zip(buffers, _expected(case), strict=True):
+        assert torch.equal(buffer, expected)
+        buffer.fill_(POISON)
+    assert all((x == POISON).all() for x in storages)
+
+
+@EIGHTH
+@given(case=cases)
+@counts_examples("compact_topk_indices")
+def test_buffers_together_give_what_each_alone_gives(case: Case) -> None:
+    together, apart = case.views(case.storage()), case.views(case.storage())
+    compact_topk_indices(tuple(together), case.rows())
+    for one, other in zip(together, apart, strict=True):
+        compact_topk_indices(other, case.rows())
+        assert torch.equal(one, other)
+
+
+@EIGHTH
+@given(case=cases)
+@counts_examples("compact_topk_indices")
+def test_gather_to_scratch_gives_what_slices_in_place_give(case: Case) -> None:
+    one, other = case.views(case.storage())[0], case.views(case.storage())[0]
+    compact_topk_indices(one, case.rows())
+    compact._gather_then_write(other, case.rows(), case.height)
+    assert torch.equal(one, other)
+
+
+def test_more_rows_than_fit_a_tile_are_compacted() -> None:
+    n = compact.MAX_ROWS_IN_PLACE + 1
+    buffer = torch.arange(n, dtype=torch.int32)[:, None].repeat(1, 3)
+    compact_topk_indices(buffer, torch.arange(n).flip(0))
+    assert torch.equal(buffer[:, 1], torch.arange(n, dtype=torch.int32).flip(0))
+
+
+def test_most_rows_of_a_tile_are_compacted_in_place() -> None:
+    n = compact.MAX_ROWS_IN_PLACE
+    buffer = torch.arange(n, dtype=torch.int32)[:, None].repeat(1, 5)
+    compact_topk_indices(buffer, torch.arange(n).flip(0))
+    assert torch.equal(buffer[:, 4], torch.arange(n, dtype=torch.int32).flip(0))
+
+
+def test_more_buffers_than_a_launch_takes_are_all_compacted() -> None:
+    buffers = [
+        torch.tensor([[i], [i + 1]], dtype=torch.int32)
+        for i in range(compact.BUFFERS_PER_LAUNCH + 1)
+    ]
+    compact_topk_indices(buffers, torch.tensor([1]))
+    assert [b[0, 0].item() for b in buffers] == [i + 1 for i in range(len(buffers))]
+
+
+def test_buffer_listed_twice_is_compacted_once() -> None:
+    buffer = torch.arange(4, dtype=torch.int32)[:, None].repeat(1, 3)
+    compact_topk_indices([buffer, buffer, buffer[:, :]], torch.tensor([1, 2, 3]))
+    assert buffer[:, 0].tolist() == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("cut", ["columns", "alternate columns", "alternate rows"])
+def test_views_that_interleave_without_sharing_are_compacted(cut: str) -> None:
+    parent = torch.arange(48, dtype=torch.int32).view(6, 8)
+    views = {
+        "columns": lambda x: [x[:, :3], x[:, 3:]],
+        "alternate columns": lambda x: [x[:, ::2], x[:, 1::2]],
+        "alternate rows": lambda x: [x[::2], x[1::2]],
+    }[cut]
+    expected = parent.clone()
+    for view in views(expected):
+        view.copy_(reference.compact_topk_indices(view, torch.tensor([2, 0])))
+    compact_topk_indices(views(parent), torch.tensor([2, 0]))
+    assert torch.equal(parent, expected)
+
+
+def test_row_ids_may_lie_in_the_buffer_they_move() -> None:
+    buffer = torch.tensor([[2, 7], [2, 8], [1, 9]], dtype=torch.int32)
+    compact_topk_indices(buffer, buffer[:, 0])
+    assert buffer.tolist() == [[1, 9], [1, 9], [2, 8]]
+
+
+@pytest.mark.parametrize("height, width, n", [(0, 4, 0), (3, 0, 2), (3, 4, 0)])
+def test_empty_sizes_change_nothing(height: int, width: int, n: int) -> None:
+    buffer = torch.full((height, width), 5, dtype=torch.int32)
+    compact_topk_indices([buffer], torch.zeros(n, dtype=torch.int32))
+    assert (buffer == 5).all()
+    compact_topk_indices([], torch.zeros(0, dtype=torch.int32))
+
+
+def test_twenty_runs_agree() -> None:
+    case = Case(20, (50,), 20, None, "reversed", torch.int32, False, seed=0)
+    (expected,) = _expected(case)
+    for _ in range(20):
+        (buffer,) = case.views(case.storage())
+        compact_topk_indices(buffer, case.rows())
+        assert torch.equal(buffer, expected)
+
+
+def _buffer(height: int = 3, width: int = 4) -> torch.Tensor:
+    return torch.arange(height * width, dtype=torch.int32).view(height, width)
+
+
+@pytest.mark.parametrize(
+    "error, match, change",
+    [
+        (TypeError, "^buffers must", {"buffers": None}),
+        (TypeError, r"^buffers\[1\] must", {"buffers": [_buffer(), None]}),
+        (TypeError, r"^buffers\[0\] must", {"buffers": _buffer().long()}),
+        (ValueError, r"^buffers\[0\] must", {"buffers": _buffer()[0]}),
+        (ValueError, r"^buffers\[1\] must", {"buffers": [_buffer(), _buffer(4)]}),
+        (ValueError, r"^buffers\[1\] must", {"buffers": [_buffer(), _buffer().to("meta")]}),
+        (ValueError, "^buffers must not overlap", {"buffers": _buffer(1).expand(3, 4)}),
+        (TypeError, "^rows must", {"rows": torch.zeros(2)}),
+        (TypeError, "^rows must", {"rows": [0, 1]}),
+        (ValueError, "^rows must", {"rows": torch.zeros(2, 1, dtype=torch.int32)}),
+        (ValueError, "^rows must", {"rows": torch.zeros(4, dtype=torch.int32)}),
+        (ValueError, "^rows must", {"rows": torch.zeros(2, dtype=torch.int32, device="meta")}),
+        (ValueError, "^num_rows must", {"num_rows": 4}),
+        (ValueError, "^num_rows must", {"num_rows": -1}),
+        (TypeError, "^num_rows must", {"num_rows": 2.0}),
+    ],
+)
+def test_bad_argument_is_named(error: type, match: str, change: dict) -> None:
+    arguments = {"buffers": _buffer(), "rows": torch.tensor([1, 0])} | change
+    with pytest.raises(error, match=match):
+        compact_topk_indices(**arguments)
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        lambda x: [x[:, :3], x[:, 2:]],
+        lambda x: [x[:3], x[2:5]],
+        lambda x: [x[:3], x[:3, :3]],
+        lambda x: [x[:3].T, x[3:7].reshape(-1)[:12].view(4, 3), x[:4, :3]],
+    ],
+)
+def test_partial_overlap_is_an_error_and_nothing_moves(views: object) -> None:
+    parent = _buffer(8)
+    with pytest.raises(ValueError, match="partial overlap"):
+        compact_topk_indices(views(parent), torch.tensor([1, 0]))
+    assert torch.equal(parent, _buffer(8))
+
+
+@pytest.mark.parametrize("bad", [-1, 2, 3])
+def test_check_mode_raises_on_a_row_id_out_of_range(
+    bad: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_INDEXER_CHECK", "1")
+    buffer = _buffer()
+    with pytest.raises(ValueError, match=r"^rows must"):
+        compact_topk_indices(buffer, torch.tensor([1, bad]), num_rows=2)
+    assert torch.equal(buffer, _buffer())
+    compact_topk_indices(buffer, torch.tensor([1, 0]), num_rows=2)
+    assert buffer[0, 0] == 4
+
+
+def test_op_passes_opcheck() -> None:
+    torch.library.opcheck(COMPACT_OP, ([_buffer(), _buffer(3, 7)], torch.tensor([2, 0]), 3))
+
+
+def test_compiles_without_graph_breaks() -> None:
+    compiled = torch.compile(compact_topk_indices, fullgraph=True, backend="aot_eager")
+    buffers, expected = ([_buffer(), _buffer(3, 7)] for _ in range(2))
+    compiled(buffers, torch.tensor([2, 0]))
+    compact_topk_indices(expected, torch.tensor([2, 0]))
+    assert all(torch.equal(a, b) for a, b in zip(buffers, expected, strict=True))
+    buffer = _buffer()
+    compiled([buffer, buffer], torch.tensor([1, 2]))
+    assert buffer[:, 0].tolist() == [4, 8, 8]
+
+
+def test_writing_moves_the_version_of_every_buffer() -> None:
+    buffers = [_buffer(), _buffer()]
+    before = [b._version for b in buffers]
+    compact_topk_indices(buffers, torch.tensor([1]))
+    assert all(b._version > v for b, v in zip(buffers, before, strict=True))

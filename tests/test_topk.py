@@ -1,0 +1,186 @@
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from counting import counts_examples
+from lightning_indexer.kernels import topk_kernel
+from lightning_indexer.kernels.topk import TOPK_OP, topk_indices
+from lightning_indexer.testing import reference
+from score_rows import NAN, RowsCase, in_small_pieces, row_cases, scores
+
+POISON = 0x7FFFFFFF
+HALF, EIGHTH = (settings(max_examples=max(3, settings().max_examples // n)) for n in (2, 8))
+
+
+def check(case: RowsCase) -> torch.Tensor:
+    logits, bounds = case.logits(), case.bounds()
+    with in_small_pieces(case.small_pieces):
+        got = topk_indices(logits, case.k, *bounds)
+    assert torch.equal(got, reference.topk_indices(logits, case.k, *bounds))
+    return got
+
+
+@HALF
+@given(case=row_cases)
+@counts_examples("topk_indices")
+def test_selects_what_sorting_by_score_then_position_selects(case: RowsCase) -> None:
+    check(case)
+
+
+@EIGHTH
+@given(case=row_cases, values=st.integers(1, 3))
+@counts_examples("topk_indices")
+def test_tie_prefers_smaller_position(case: RowsCase, values: int) -> None:
+    generator = torch.Generator().manual_seed(case.seed)
+    logits = torch.randint(0, values, (case.rows, case.length), generator=generator).float()
+    with in_small_pieces(case.small_pieces):
+        got = topk_indices(logits, case.k)
+    for row, chosen in zip(logits, got, strict=True):
+        by_value = [p for v in (2, 1, 0) for p in (row == v).nonzero().flatten().tolist()]
+        best = sorted(by_value[: case.k])
+        assert chosen.tolist() == best + [-1] * (case.k - len(best))
+
+
+@EIGHTH
+@given(case=row_cases)
+@counts_examples("topk_indices")
+def test_row_alone_gives_what_it_gives_in_a_batch(case: RowsCase) -> None:
+    logits, (starts, ends) = case.logits(), case.bounds()
+    with in_small_pieces(case.small_pieces):
+        together = topk_indices(logits, case.k, starts, ends)
+    t = case.rows - 1
+    start, end = (None if bound is None else bound[t:] for bound in (starts, ends))
+    assert torch.equal(topk_indices(logits[t:], case.k, start, end)[0], together[t])
+
+
+@EIGHTH
+@given(case=row_cases)
+@counts_examples("topk_indices")
+def test_window_gives_what_its_slice_gives(case: RowsCase) -> None:
+    case = dataclasses.replace(case, windows="both")
+    logits, (starts, ends) = case.logits(), case.bounds()
+    with in_small_pieces(case.small_pieces):
+        got = topk_indices(logits, case.k, starts, ends)
+    for t in range(case.rows):
+        start = max(int(starts[t]), 0)
+        window = logits[t : t + 1, start : max(int(ends[t]), start)].clone()
+        assert torch.equal(got[t], topk_indices(window, case.k)[0])
+
+
+@EIGHTH
+@given(case=row_cases)
+@counts_examples("topk_indices")
+def test_writes_every_slot_of_a_strided_out_and_nothing_else(case: RowsCase) -> None:
+    logits, bounds = case.logits(), case.bounds()
+    around = torch.full((case.rows + 2, 2 * case.k + 2), POISON, dtype=torch.int32)
+    out = around[1:-1, 1:-1:2]
+    with in_small_pieces(case.small_pieces):
+        assert topk_indices(logits, case.k, *bounds, out=out) is out
+    assert torch.equal(out, reference.topk_indices(logits, case.k, *bounds))
+    out.fill_(POISON)
+    assert (around == POISON).all()
+
+
+@pytest.mark.parametrize("rows, length", [(0, 5), (3, 0), (0, 0), (1, 1)])
+def test_empty_sizes_select_nothing(rows: int, length: int) -> None:
+    bounds = torch.zeros(rows, dtype=torch.int32)
+    got = topk_indices(torch.ones(rows, length), 3, bounds, bounds + 1)
+    assert got.tolist() == [[0, -1, -1] if length else [-1] * 3] * rows
+
+
+# Rows long enough for the kernel's list, at its real sizes, and the ways a list can fail.
+LONG = 2 * topk_kernel.MIN_LIST + 500
+
+
+def _long_row(kind: str) -> torch.Tensor:
+    x = scores(1, LONG, "normal", seed=7)
+    if kind == "plateau":  # every score above 0 fits the list, the tied ones do not
+        x = torch.where(torch.arange(LONG) % 20 == 3, x.abs(), 0.0)
+    elif kind == "sample lies":  # the sampled columns hold the greatest, or the least
+        x[:, :: (LONG // topk_kernel.MIN_SAMPLES)] += 100
+    elif kind == "sample lies low":
+        x[:, :: (LONG // topk_kernel.MIN_SAMPLES)] -= 100
+    elif kind == "few":
+        x = torch.where(torch.arange(LONG) % 100 == 3, x, NAN)
+    elif kind == "ascending":
+        x = torch.arange(LONG, dtype=torch.float32)[None] + 1e6
+    return x
+
+
+@pytest.mark.parametrize("k", [1, 300, 1365])
+@pytest.mark.parametrize(
+    "kind", ["normal", "plateau", "sample lies", "sample lies low", "few", "ascending"]
+)
+def test_long_rows_are_exact_whatever_the_sample_says(kind: str, k: int) -> None:
+    x = _long_row(kind)
+    start = torch.tensor([3])
+    got = topk_indices(x, k, start)
+    assert torch.equal(got, reference.topk_indices(x, k, start))
+
+
+def test_twenty_runs_agree() -> None:
+    x = scores(1, 60, "relu", seed=1)
+    with in_small_pieces():
+        first = topk_indices(x, 7)
+        assert all(torch.equal(topk_indices(x, 7), first) for _ in range(20))
+
+
+def test_selection_is_the_same_with_and_without_gradients() -> None:
+    # NVIDIA/Megatron-LM#7169
+    x = scores(2, 60, "rounded", seed=2).requires_grad_()
+    with torch.no_grad():
+        without = topk_indices(x, 9)
+    assert torch.equal(topk_indices(x, 9), without)
+    assert topk_indices(x, 9).requires_grad is False
+
+
+@pytest.mark.parametrize(
+    "error, name, change",
+    [
+        (TypeError, "logits", {"logits": torch.zeros(2, 5, dtype=torch.int32)}),
+        (TypeError, "logits", {"logits": [[0.0]]}),
+        (ValueError, "logits", {"logits": torch.zeros(5)}),
+        (TypeError, "k", {"k": 2.0}),
+        (ValueError, "k", {"k": 0}),
+        (TypeError, "row_starts", {"row_starts": torch.zeros(2)}),
+        (ValueError, "row_starts", {"row_starts": torch.zeros(3, dtype=torch.int32)}),
+        (ValueError, "row_ends", {"row_ends": torch.zeros(2, 1, dtype=torch.int32)}),
+        (ValueError, "row_ends", {"row_ends": torch.zeros(2, dtype=torch.int32, device="meta")}),
+        (TypeError, "out", {"out": torch.zeros(2, 3)}),
+        (ValueError, "out", {"out": torch.zeros(2, 4, dtype=torch.int32)}),
+        (ValueError, "out", {"out": torch.zeros(2, 1, dtype=torch.int32).expand(2, 3)}),
+    ],
+)
+def test_bad_argument_is_named_and_out_untouched(error: type, name: str, change: dict) -> None:
+    out = torch.full((2, 3), POISON, dtype=torch.int32)
+    arguments = {"logits": torch.zeros(2, 5), "k": 3, "out": out} | change
+    with pytest.raises(error, match=f"^{name} "):
+        topk_indices(**arguments)
+    assert (out == POISON).all()
+
+
+@pytest.mark.parametrize("windows", ["none", "ends", "both"])
+def test_op_passes_opcheck(windows: str) -> None:
+    case = RowsCase(2, 40, 5, "relu", torch.float32, "padded", windows, torch.int32, False, seed=3)
+    out = torch.empty(2, 5, dtype=torch.int32)
+    torch.library.opcheck(TOPK_OP, (case.logits(), 5, *case.bounds()), {"out": out})
+
+
+def test_compiles_without_graph_breaks() -> None:
+    compiled = torch.compile(topk_indices, fullgraph=True, backend="aot_eager")
+    x = scores(2, 40, "rounded", seed=4)
+    ends = torch.tensor([30, 40])
+    assert torch.equal(compiled(x, 5, None, ends), topk_indices(x, 5, None, ends))
+    out = torch.full((2, 5), POISON, dtype=torch.int32)
+    compiled(x, 5, out=out)
+    assert torch.equal(out, topk_indices(x, 5))
+
+
+def test_writing_moves_the_version_of_out() -> None:
+    out = torch.zeros(2, 3, dtype=torch.int32)
+    before = out._version
+    topk_indices(torch.zeros(2, 5), 3, out=out)
+    assert out._version > before
