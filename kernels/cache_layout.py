@@ -44,22 +44,26 @@ def check_cache(cache: object, page_size: int, head_dim: int) -> None:
         if size != 1 and stride != inner:
             raise ValueError(f"each cache page must be contiguous, got strides {cache.stride()}")
         inner *= size
-    if page_size * head_dim % SCALE_BYTES or cache.storage_offset() % SCALE_BYTES or (
-        shape[0] > 1 and cache.stride(0) % SCALE_BYTES
-    ):
+    if page_size * head_dim % SCALE_BYTES or (shape[0] > 1 and cache.stride(0) % SCALE_BYTES):
         raise ValueError(
-            "cache scales must be 4-byte aligned: page_size·D, the page stride and the offset"
-            f" must be multiples of 4, got page_size·D={page_size * head_dim},"
-            f" page stride {cache.stride(0)}, offset {cache.storage_offset()}"
+            "cache scales must be 4-byte aligned: page_size·D and the page stride must be multiples"
+            f" of 4, got page_size·D={page_size * head_dim}, page stride {cache.stride(0)}"
         )
 
 
 def split_pages(
     cache: torch.Tensor, page_size: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Views of a checked cache: values [P, S, D] and, if quantised (uint8), scales [P, S] fp32."""
+    """Views of a checked cache: values [P, S, D] and, if quantised (uint8), scales [P, S] fp32.
+
+    Called in op bodies only: dynamo cannot trace the storage offset, which is checked here.
+    """
     if cache.dtype != torch.uint8:
         return cache, None
+    if cache.storage_offset() % SCALE_BYTES:
+        raise ValueError(
+            f"cache must start at a multiple of 4 bytes, got offset {cache.storage_offset()}"
+        )
     pages = cache.shape[0]
     data = page_size * head_dim
     stride = cache.stride(0) if pages > 1 else page_size * (head_dim + SCALE_BYTES)

@@ -1,0 +1,183 @@
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from counting import counts_examples
+from lightning_indexer.kernels.slots import indices_to_slots
+from lightning_indexer.testing import reference
+
+POISON = -77
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: int
+    width: int
+    requests: int
+    blocks: int
+    page_size: int
+    slot_dtype: torch.dtype
+    garbage: bool  # positions past the table, unknown requests, unassigned pages
+    strided: bool
+    seed: int
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+            if self.strided:  # a slice of a wider, transposed buffer, as runners pass
+                shape = tuple(n + 1 for n in reversed(shape))
+            x = torch.randint(low, high, shape, dtype=torch.int32, generator=generator)
+            if not self.strided:
+                return x
+            return x.permute(*reversed(range(x.dim())))[tuple(slice(1, None) for _ in shape)]
+
+        slack = 2 * self.page_size if self.garbage else 0
+        known = self.requests + (2 if self.garbage else 0)
+        return (
+            draw(-3, self.blocks * self.page_size + slack, self.rows, self.width),
+            draw(-2 if self.garbage else 0, 1000, self.requests, self.blocks),
+            draw(-2 if self.garbage else 0, known, self.rows).to(self.slot_dtype),
+        )
+
+    def out(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A view to write to, and the poisoned buffer around it."""
+        shape = (self.rows + 2, 2 * self.width + 2)
+        buffer = torch.full(shape, POISON, dtype=self.slot_dtype)
+        return buffer[1:-1, 1:-1:2], buffer
+
+
+cases = st.builds(
+    Case,
+    rows=st.integers(1, 5),
+    width=st.integers(1, 70),
+    requests=st.integers(1, 4),
+    blocks=st.integers(1, 6),
+    page_size=st.sampled_from([1, 3, 4, 64]),
+    slot_dtype=st.sampled_from([torch.int32, torch.int64]),
+    garbage=st.booleans(),
+    strided=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+
+
+@given(case=cases)
+@counts_examples("indices_to_slots")
+def test_slot_is_page_times_size_plus_offset(case: Case) -> None:
+    indices, table, requests = case.tensors()
+    out, buffer = case.out()
+    expected = reference.indices_to_slots(indices, table, requests, case.page_size)
+    returned = indices_to_slots(indices, table, requests, case.page_size, out=out)
+    assert returned is out
+    assert torch.equal(out, expected.to(case.slot_dtype))
+    out.fill_(POISON)
+    assert (buffer == POISON).all()
+
+
+@given(case=cases)
+@counts_examples("indices_to_slots")
+def test_table_expanded_to_tokens_gives_the_same_slots_with_page_size_1(case: Case) -> None:
+    # ROCm/ATOM#658: an expanded table taken for block ids applies the page arithmetic twice.
+    indices, table, requests = case.tensors()
+    tokens = table[:, :, None] * case.page_size + torch.arange(case.page_size, dtype=torch.int32)
+    tokens = torch.where(table[:, :, None] < 0, -1, tokens).flatten(1)
+    by_page = indices_to_slots(indices, table, requests, case.page_size)
+    assert torch.equal(indices_to_slots(indices, tokens, requests, 1), by_page)
+
+
+def _int32(*values: object) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.tensor(v, dtype=torch.int32) for v in values)
+
+
+def test_raw_and_expanded_table_of_the_report_agree() -> None:
+    # ROCm/ATOM#658
+    indices, raw, request = _int32([[0, 3, 4, 7]], [[5, 2]], [0])
+    (expanded,) = _int32([[20, 21, 22, 23, 8, 9, 10, 11]])
+    slots = indices_to_slots(indices, raw, request, 4)
+    assert slots.tolist() == [[20, 23, 8, 11]]
+    assert torch.equal(indices_to_slots(indices, expanded, request, 1), slots)
+
+
+def test_position_past_the_table_is_minus_one() -> None:
+    # ROCm/ATOM#1831 (clamped to slot 0 there), NVIDIA/TensorRT-LLM#12657 (stale request map):
+    # the words behind the table are poison that a stray read would turn into a slot.
+    (buffer,) = _int32([[3, 1, 555, 555], [2, 0, 555, 555]])
+    indices, request = _int32([[9, 7, -1, 2**31 - 1], [0, 8, 4, -(2**31)], [1, 1, 1, 1]], [0, 1, 2])
+    slots = indices_to_slots(indices, buffer[:, :2], request, 4)
+    assert slots.tolist() == [[-1, 7, -1, -1], [8, -1, 0, -1], [-1, -1, -1, -1]]
+
+
+def test_slot_beyond_int32_is_minus_one_there_and_kept_in_int64() -> None:
+    indices, table, request = _int32([[5, 70]], [[2**26, 1]], [0])
+    assert indices_to_slots(indices, table, request, 64).tolist() == [[-1, 70]]
+    out = torch.empty((1, 2), dtype=torch.int64)
+    assert indices_to_slots(indices, table, request, 64, out=out).tolist() == [[2**32 + 5, 70]]
+
+
+def test_row_wider_than_a_program_is_converted_whole() -> None:
+    indices = torch.arange(-1, 2499, dtype=torch.int32)[None]
+    table = torch.arange(40, dtype=torch.int32).flip(0)[None]
+    (request,) = _int32([0])
+    expected = reference.indices_to_slots(indices, table, request, 64)
+    assert torch.equal(indices_to_slots(indices, table, request, 64), expected)
+
+
+@pytest.mark.parametrize("rows, width, blocks", [(0, 4, 2), (3, 0, 2), (3, 4, 0)])
+def test_empty_sizes_give_no_slot(rows: int, width: int, blocks: int) -> None:
+    indices = torch.zeros((rows, width), dtype=torch.int32)
+    requests = torch.zeros(rows, dtype=torch.int32)
+    for table in (torch.ones((2, blocks)).int(), torch.ones((0, blocks)).int()):
+        slots = indices_to_slots(indices, table, requests, 4)
+        assert slots.shape == (rows, width)
+        if table.numel() == 0:
+            assert (slots == -1).all()
+
+
+def test_twenty_runs_agree() -> None:
+    case = Case(3, 40, 2, 3, 4, torch.int64, garbage=True, strided=False, seed=0)
+    first = indices_to_slots(*case.tensors(), 4)
+    assert all(torch.equal(indices_to_slots(*case.tensors(), 4), first) for _ in range(20))
+
+
+@pytest.mark.parametrize(
+    "name, indices, table, requests",
+    [
+        ("indices", [[0, 8]], [[0, 1]], [0]),
+        ("indices", [[-2, 0]], [[0, 1]], [0]),
+        ("row_to_request", [[0, 1]], [[0, 1]], [1]),
+        ("block_table", [[0, 4]], [[0, -2]], [0]),
+    ],
+)
+def test_check_mode_rejects_garbage_before_writing(
+    monkeypatch: pytest.MonkeyPatch, name: str, indices: list, table: list, requests: list
+) -> None:
+    monkeypatch.setenv("LIGHTNING_INDEXER_CHECK", "1")
+    out = torch.full((1, 2), POISON, dtype=torch.int32)
+    with pytest.raises(ValueError, match=name):
+        indices_to_slots(*_int32(indices, table, requests), 4, out=out)
+    assert (out == POISON).all()
+
+
+def test_check_mode_accepts_absent_positions_requests_and_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LIGHTNING_INDEXER_CHECK", "1")
+    tensors = _int32([[-1, 3], [0, 1]], [[2, -1]], [0, -1])
+    assert indices_to_slots(*tensors, 4).tolist() == [[-1, 11], [-1, -1]]
+
+
+def test_op_passes_opcheck() -> None:
+    case = Case(2, 5, 2, 3, 4, torch.int32, garbage=True, strided=True, seed=1)
+    out, _ = case.out()
+    op = torch.ops.lightning_indexer.indices_to_slots.default
+    torch.library.opcheck(op, (*case.tensors(), case.page_size), {"out": out})
+
+
+def test_compiles_without_graph_breaks() -> None:
+    case = Case(2, 5, 2, 3, 4, torch.int32, garbage=True, strided=False, seed=2)
+    compiled = torch.compile(indices_to_slots, fullgraph=True, backend="aot_eager")
+    tensors = case.tensors()
+    assert torch.equal(compiled(*tensors, 4), indices_to_slots(*tensors, 4))
