@@ -38,6 +38,9 @@ class LightningIndexer(nn.Module):
     Source: DeepSeek-V3.2-Exp technical report, section 2.1; skip_topk from vLLM's MTP sharing.
     """
 
+    rope_cos: torch.Tensor
+    rope_sin: torch.Tensor
+
     def __init__(
         self,
         config: IndexerConfig,

@@ -2,6 +2,7 @@
 
 from .autoregressive import AutoRegressiveSpeculator, DraftModel
 from .batch import RequestRows, StepBatch, target_batch, with_hidden
+from .check import IndexSharingError, SharingReport, check_index_sharing
 from .config import SpeculatorConfig
 from .generate import GenerationResult, TargetModel, generate
 from .mtp import MTPSpeculator
@@ -20,16 +21,19 @@ __all__ = [
     "GenerationResult",
     "GraphRunner",
     "GraphStateError",
+    "IndexSharingError",
     "MTPSpeculator",
     "OverlapProbe",
     "RecordedRunner",
     "RequestRows",
     "SharesTopkIndices",
     "SharingCapability",
+    "SharingReport",
     "SpeculatorConfig",
     "SpeculatorStats",
     "StepBatch",
     "TargetModel",
+    "check_index_sharing",
     "find_sharing",
     "generate",
     "target_batch",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -58,6 +57,8 @@ class AutoRegressiveSpeculator:
         self.runner: GraphRunner = runner if runner is not None else EagerRunner()
         self.observer = observer
         self.stats = SpeculatorStats()
+        #: Whether forwards reuse the selection now; moved by the hooks.
+        self.reusing = False
         #: K of the round in progress.
         self.round_steps = config.num_speculative_steps
         self.batches = DraftBatches(
@@ -83,6 +84,7 @@ class AutoRegressiveSpeculator:
     def load_draft_model(self, model: DraftModel) -> None:
         """Drives `model` from now on."""
         self.model = model
+        self.runner.watch(())  # also forgets the graphs of the model before
 
     def on_prefill_begin(self, num_reqs: int) -> None:
         """Before step 0."""
@@ -178,7 +180,7 @@ class AutoRegressiveSpeculator:
         """
         reqs = self.config.max_num_reqs
         self.round_steps = self.config.num_speculative_steps
-        counted = replace(self.stats)  # dummies are not counted
+        counted = dict(vars(self.stats))
         try:
             self.on_prefill_begin(reqs)
             for size in reversed(self.config.prefill_sizes or (reqs,)):
@@ -194,7 +196,7 @@ class AutoRegressiveSpeculator:
                 self.on_multi_step_decode_end(reqs)
         finally:
             self.runner.end_capture()
-            self.stats = counted
+            vars(self.stats).update(counted)  # dummies are not counted
 
     def _run(self, phase: str, batch: StepBatch) -> None:
         self.runner.run(
@@ -203,7 +205,7 @@ class AutoRegressiveSpeculator:
             state=self.graph_state(),
             num_rows=batch.num_tokens,
         )
-        self.stats.count_forward(batch.num_tokens)
+        self.stats.count_forward(batch.num_tokens, reused=self.reusing)
 
     def _capture(self, phase: str, batch: StepBatch) -> None:
         self.runner.capture(

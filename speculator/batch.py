@@ -133,7 +133,7 @@ class DraftBatches:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.max_model_len, self.page_size, self.max_num_reqs = max_model_len, page_size, reqs
-        self._input_ids = ints(rows, dtype=torch.int64)
+        self._input_ids = ints(rows + 1, dtype=torch.int64)  # the last one is never a row
         self._positions = ints(rows, dtype=torch.int64)
         self._hidden = torch.zeros((rows, hidden_size), dtype=dtype, device=device)
         self._query_start_loc = ints(reqs + 1)
@@ -170,10 +170,13 @@ class DraftBatches:
         copied = min(target.num_tokens_padded, num_tokens_padded)
         self._hidden[:copied] = target.hidden[:copied]
         self._hidden[copied:num_tokens_padded].zero_()
-        last = target.query_start_loc[1 : reqs + 1].to(torch.int64) - num_rejected - 1
+        first, end = target.query_start_loc[:reqs], target.query_start_loc[1 : reqs + 1]
+        last = end.to(torch.int64) - num_rejected - 1
+        kept = (last >= first) & (last < end)  # a request that keeps no row of its own is a dummy
+        last = torch.where(kept, last, 0)
         _fill(self.last_token_indices, last, 0)
         _fill(self._input_ids[:num_tokens_padded], target.input_ids[1:tokens], 0)
-        self._input_ids[last] = next_tokens.to(torch.int64)
+        self._input_ids[torch.where(kept, last, -1)] = next_tokens.to(torch.int64)
         _fill(self._positions[:num_tokens_padded], target.positions[:tokens], 0)
         _fill(self._slot_mapping[:num_tokens_padded], target.slot_mapping[:tokens], -1)
         _fill(self._row_to_request[:num_tokens_padded], target.row_to_request[:tokens], -1)
@@ -184,7 +187,7 @@ class DraftBatches:
         self._block_table[:reqs, :width] = target.block_table[:reqs, :width]
         _fill(self._last_positions, self._positions[last], 0)
         lens = target.seq_lens[:reqs] - num_rejected.to(torch.int32)
-        _fill(self._last_lens, torch.where(self._slot_mapping[last] >= 0, lens, 0), 0)
+        _fill(self._last_lens, torch.where(kept & (self._slot_mapping[last] >= 0), lens, 0), 0)
         return self._view(reqs, tokens, num_tokens_padded, num_reqs_padded)
 
     def decode(

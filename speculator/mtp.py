@@ -66,7 +66,7 @@ class MTPSpeculator(AutoRegressiveSpeculator):
 
     def graph_state(self) -> Hashable:
         """(skip_topk,): the flag that a graph bakes in."""
-        return (self.stats.reusing,)
+        return (self.reusing,)
 
     def on_prefill_begin(self, num_reqs: int) -> None:
         """Skip off, always: a round that died may have left it on."""
@@ -98,4 +98,4 @@ class MTPSpeculator(AutoRegressiveSpeculator):
     def _set_skip_topk(self, skip: bool) -> None:
         if self.sharing.model is not None:
             self.sharing.model.set_skip_topk(skip)
-            self.stats.reusing = skip
+            self.reusing = skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,12 +92,18 @@ class RecordedRunner(EagerRunner):
 
     It has a CUDA graph's semantics on any device: a flag read in Python is baked in, tensors keep
     their addresses, padded rows run, nothing in a model's `forward` executes on replay, and a
-    step that reads device values cannot be captured. A key without a graph runs eagerly.
+    step that reads device values cannot be captured (except that `tolist` and `numpy` of a CPU
+    tensor dispatch no op, and go unnoticed). A key without a graph runs eagerly.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._graphs: dict[Hashable, _Graph] = {}
+
+    def watch(self, buffers: Sequence[TopkIndicesBuffer]) -> None:
+        """See `GraphRunner`."""
+        super().watch(buffers)
+        self._graphs.clear()
 
     def capture(self, key: Hashable, step: Step, *, state: Hashable, num_rows: int) -> None:
         """Executes `step` and keeps its ops. A graph that fails half-way is not kept."""

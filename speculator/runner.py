@@ -22,7 +22,7 @@ class GraphRunner(Protocol):
     """
 
     def watch(self, buffers: Sequence[TopkIndicesBuffer]) -> None:
-        """From now on marks these buffers when a step has written them."""
+        """From now on marks these buffers when a step has written them; forgets all graphs."""
 
     def capture(self, key: Hashable, step: Step, *, state: Hashable, num_rows: int) -> None:
         """Executes `step` on dummy inputs and, if this runner has graphs, keeps it as one."""

@@ -15,7 +15,6 @@ class SpeculatorStats:
         rows_computed: rows whose selection the draft's indexer computed.
         rows_reused: rows that reused the selection of step 0.
         rows_compacted: request rows that compaction wrote.
-        reusing: whether forwards reuse the selection now (moved by the hooks).
     """
 
     rounds: int = 0
@@ -23,12 +22,11 @@ class SpeculatorStats:
     rows_computed: int = 0
     rows_reused: int = 0
     rows_compacted: int = 0
-    reusing: bool = False
 
-    def count_forward(self, num_rows: int) -> None:
-        """One draft forward over `num_rows` live rows."""
+    def count_forward(self, num_rows: int, *, reused: bool) -> None:
+        """One draft forward over `num_rows` live rows, whose selection was `reused` or computed."""
         self.forwards += 1
-        if self.reusing:
+        if reused:
             self.rows_reused += num_rows
         else:
             self.rows_computed += num_rows
