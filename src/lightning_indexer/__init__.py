@@ -1,1 +1,100 @@
-"""Exact, deterministic sparse-attention indexer: scoring, top-k, and index sharing for MTP drafts."""
+"""Exact, deterministic sparse-attention indexer: scoring, top-k, and index sharing for MTP drafts.
+
+Ops are plain functions on tensors; `LightningIndexer` is the layer around them, and
+`MTPSpeculator` the driver that lets draft steps share one selection.
+"""
+
+from .indexer import (
+    BlockTable,
+    IndexerConfig,
+    IndexKCache,
+    LightningIndexer,
+    SelectionKind,
+    SelectionState,
+    StaleSelectionError,
+    TopkIndicesBuffer,
+    layer_roles,
+)
+from .kernels.compact import compact_topk_indices
+from .kernels.mqa_logits import mqa_logits
+from .kernels.paged_mqa_logits import paged_mqa_logits
+from .kernels.read_index_k import read_index_k
+from .kernels.select_topk import paged_select_topk, select_topk
+from .kernels.slots import indices_to_slots
+from .kernels.topk import topk_indices
+from .kernels.write_index_k import write_index_k
+from .speculator import (
+    AutoRegressiveSpeculator,
+    CaptureError,
+    DraftModel,
+    EagerRunner,
+    GenerationResult,
+    GraphRunner,
+    GraphStateError,
+    IndexSharingError,
+    MTPSpeculator,
+    OverlapProbe,
+    RecordedRunner,
+    RequestRows,
+    SharesTopkIndices,
+    SharingCapability,
+    SharingReport,
+    SpeculatorConfig,
+    SpeculatorStats,
+    StepBatch,
+    TargetModel,
+    check_index_sharing,
+    find_sharing,
+    generate,
+    target_batch,
+    verify_greedy,
+    with_hidden,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoRegressiveSpeculator",
+    "BlockTable",
+    "CaptureError",
+    "DraftModel",
+    "EagerRunner",
+    "GenerationResult",
+    "GraphRunner",
+    "GraphStateError",
+    "IndexKCache",
+    "IndexSharingError",
+    "IndexerConfig",
+    "LightningIndexer",
+    "MTPSpeculator",
+    "OverlapProbe",
+    "RecordedRunner",
+    "RequestRows",
+    "SelectionKind",
+    "SelectionState",
+    "SharesTopkIndices",
+    "SharingCapability",
+    "SharingReport",
+    "SpeculatorConfig",
+    "SpeculatorStats",
+    "StaleSelectionError",
+    "StepBatch",
+    "TargetModel",
+    "TopkIndicesBuffer",
+    "check_index_sharing",
+    "compact_topk_indices",
+    "find_sharing",
+    "generate",
+    "indices_to_slots",
+    "layer_roles",
+    "mqa_logits",
+    "paged_mqa_logits",
+    "paged_select_topk",
+    "read_index_k",
+    "select_topk",
+    "target_batch",
+    "topk_indices",
+    "verify_greedy",
+    "with_hidden",
+    "write_index_k",
+]
