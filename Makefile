@@ -1,0 +1,73 @@
+# `make demo` and `make test` work from a fresh clone with Python >= 3.10; everything they install
+# goes to .venv. Stamp files there say what has been installed, so a second run starts at once.
+PYTHON ?= python3
+HYPOTHESIS_PROFILE ?= ci
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+VENV36 := .venv-triton36
+PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c constraints.txt
+OUTPUT_SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) # not in make 3.81
+# The two passes of `make test` share the machine: one thread each.
+export OMP_NUM_THREADS := 1
+export HYPOTHESIS_PROFILE
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-cpu test-interpreter test-triton36 lint format bench dist clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo 'Installing into $(VENV): PyTorch is large, this takes minutes the first time.'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP_INSTALL) -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python $(PIP_INSTALL) -e '.[dev]'
+	touch $@
+
+$(VENV36)/.installed-dev: pyproject.toml constraints.txt
+	test -x $(VENV36)/bin/python || $(PYTHON) -m venv $(VENV36)
+	$(VENV36)/bin/python $(PIP_INSTALL) -e '.[dev]' triton==3.6.0
+	touch $@
+
+demo: $(VENV)/.installed ## install, then generate text with plain, fresh and shared drafts
+	$(BIN)/lightning-indexer generate $(DEMO_ARGS)
+
+test: $(VENV)/.installed-dev ## install, then run the tests on both backends, side by side
+	@echo 'Two passes at once; each prints when it is done, after a few minutes.'
+	@$(MAKE) --no-print-directory --jobs=2 $(OUTPUT_SYNC) --keep-going test-cpu test-interpreter
+
+test-cpu: $(VENV)/.installed-dev ## PyTorch paths, layout, packaging, offline compilation
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+test-interpreter: $(VENV)/.installed-dev ## the same properties through the Triton kernels
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m 'not once' $(PYTEST_ARGS)
+
+test-triton36: $(VENV36)/.installed-dev ## kernels on the oldest Triton: values, then code
+	TRITON_INTERPRET=1 $(VENV36)/bin/python -m pytest -q -m 'not once' $(PYTEST_ARGS)
+	$(VENV36)/bin/python -m pytest -q tests/test_offline_compile.py $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed-dev ## time the ops against plain PyTorch on this machine
+	set -e; for script in bench/bench_*.py; do $(BIN)/python $$script $(BENCH_ARGS); done
+
+dist: $(VENV)/.installed-dev ## sdist, and the wheel built from it, in dist/
+	$(BIN)/python -m build --outdir dist .
+
+clean: ## remove everything that make and the tools made
+	rm -rf .venv .venv-triton36 build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
