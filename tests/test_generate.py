@@ -6,11 +6,13 @@ import random
 from dataclasses import dataclass
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from counting import counts_examples
 from lightning_indexer.speculator.autoregressive import AutoRegressiveSpeculator
+from lightning_indexer.speculator.batch import StepBatch
 from lightning_indexer.speculator.generate import generate
 from lightning_indexer.speculator.mtp import MTPSpeculator
 from lightning_indexer.speculator.recorded import RecordedRunner
@@ -56,6 +58,11 @@ cases = st.builds(
 )
 
 
+def _assert_pages(_: int, batch: StepBatch) -> None:
+    """Every row that sees keys has a page to write to: drafts have been allotted theirs."""
+    assert torch.equal(batch.slot_mapping >= 0, batch.seq_lens > 0)
+
+
 def _setup(case: Case):
     longest = max(case.prompt_lens) + case.new_tokens
     max_model_len = longest if case.tight_length else 28
@@ -65,7 +72,7 @@ def _setup(case: Case):
     )  # fmt: skip
     kind = MTPSpeculator if case.hooks else AutoRegressiveSpeculator
     runner = RecordedRunner() if case.recorded else None
-    speculator = kind(toy_draft(config), config, runner=runner)
+    speculator = kind(toy_draft(config), config, runner=runner, observer=_assert_pages)
     if case.recorded:
         speculator.capture()
     return speculator, ToyTarget(num_slots(config)), toy_block_table(config)
@@ -92,6 +99,8 @@ def test_tokens_equal_plain_decoding(case: Case):
     assert (table.table == -1).all()
     assert sum(result.drafted_by_position) == result.drafted
     assert sum(result.accepted_by_position) == result.accepted <= result.drafted
+    # no row is run twice, and no draft in mid-prompt
+    assert target.rows == sum(case.prompt_lens) + result.rounds + result.drafted
     assert result.rounds <= len(case.prompt_lens) * (case.new_tokens - 1)
     first_tokens = len(case.prompt_lens)
     emitted = first_tokens * case.new_tokens

@@ -219,6 +219,14 @@ def test_rope_styles_select_differently(dtype):
     assert not torch.equal(*selected)
 
 
+def test_head_weights_carry_both_scales():
+    indexer = _indexer(dtype=torch.float64)
+    hidden = torch.randn(3, CONFIG.hidden_size, dtype=torch.float64)
+    heads, dim = CONFIG.index_n_heads, CONFIG.index_head_dim
+    expected = hidden @ indexer.weights_proj.weight.T / (heads * dim) ** 0.5
+    assert torch.allclose(indexer.head_weights(hidden), expected, rtol=1e-14, atol=1e-14)
+
+
 class _RowLinear(nn.Linear):
     """Computes every row by itself: nn.Linear's bits may depend on how many there are."""
 

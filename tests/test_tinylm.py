@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from counting import counts_examples
 from lightning_indexer.indexer.block_table import BlockTable
 from lightning_indexer.speculator.batch import RequestRows, StepBatch, target_batch
+from lightning_indexer.tinylm.checkpoint import load
 from lightning_indexer.tinylm.config import MINIATURE
 from lightning_indexer.tinylm.linear import BLOCK_ROWS, RowBlockLinear, in_row_blocks
-from lightning_indexer.tinylm.model import random_model
+from lightning_indexer.tinylm.model import TinyLM, random_model
 from lightning_indexer.tinylm.runtime import TinyDraft, TinyTarget, build
 from lightning_indexer.tinylm.window import run_layer
 
@@ -25,8 +26,7 @@ pytestmark = pytest.mark.once
 class Case:
     seed: int
     lengths: tuple[int, ...]
-    dtype: torch.dtype
-    threads: int
+    dtype: torch.dtype = torch.float32
 
     @property
     def generator(self) -> torch.Generator:
@@ -42,34 +42,35 @@ CASES = st.builds(
     seed=st.integers(0, 2**31),
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=3).map(tuple),
     dtype=st.sampled_from([torch.float32, torch.float64]),
-    threads=st.sampled_from([1, 2]),
 )
-
-
-@pytest.fixture(autouse=True)
-def _restore_threads():
-    yield
-    torch.set_num_threads(1)
 
 
 class Run:
     """Runs the rows of some sequences in any chunks and order; keeps every row's output."""
 
-    def __init__(self, case: Case, *, index_k_dtype: torch.dtype = torch.float8_e4m3fn) -> None:
-        torch.set_num_threads(case.threads)
+    def __init__(
+        self,
+        case: Case,
+        *,
+        lm: TinyLM | None = None,
+        index_k_dtype: torch.dtype = torch.float8_e4m3fn,
+    ) -> None:
+        lm = random_model(case.seed) if lm is None else lm
         self.tokens = case.tokens()
         self.target, self.draft = build(
-            random_model(case.seed),
+            lm,
             num_pages=32,
             page_size=PAGE,
             max_num_tokens=128,
             dtype=case.dtype,
             index_k_dtype=index_k_dtype,
         )
-        self.table = BlockTable(len(self.tokens), 64, num_pages=32, page_size=PAGE)
+        self.table = BlockTable(
+            len(self.tokens), lm.config.max_model_len, num_pages=32, page_size=PAGE
+        )
         for request, ids in enumerate(self.tokens):
             self.table.allocate(request, len(ids))
-        shape = (len(self.tokens), max(case.lengths), MINIATURE.hidden_size)
+        shape = (len(self.tokens), max(case.lengths), lm.config.hidden_size)
         self.inputs = torch.randn(shape, generator=case.generator, dtype=case.dtype)
         self.rows: dict[tuple[str, int, int], torch.Tensor] = {}
 
@@ -125,6 +126,28 @@ def test_rows_have_the_same_bits_whatever_else_is_in_the_batch(case: Case) -> No
             assert torch.equal(row, expected[key]), key
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_have_the_same_bits_with_two_threads(dtype: torch.dtype) -> None:
+    torch.set_num_threads(2)
+    try:
+        case = Case(2, (9, 3), dtype)
+        expected = Run(case).all_at_once().rows
+        for key, row in Run(case).one_by_one().rows.items():
+            assert torch.equal(row, expected[key]), key
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_rows_of_the_shipped_model_have_the_same_bits_in_any_chunks() -> None:
+    lm, _ = load()
+    case = Case(4, (45, 21))
+    expected = Run(case, lm=lm).all_at_once().rows
+    for seed in range(5):
+        chunks = torch.Generator().manual_seed(seed)
+        for key, row in Run(case, lm=lm).in_random_chunks(chunks).rows.items():
+            assert torch.equal(row, expected[key]), key
+
+
 @settings(max_examples=15)  # an example runs a whole model many times
 @given(CASES)
 @counts_examples("tinylm")
@@ -170,7 +193,7 @@ def test_padding_rows_change_neither_caches_nor_live_rows(case: Case) -> None:
 
 
 def test_a_row_that_selects_nothing_attends_to_nothing() -> None:
-    case = Case(3, (9,), torch.float32, 1)
+    case = Case(3, (9,))
     run = Run(case).all_at_once()
     run.draft.set_skip_topk(True)
     batch = run.batch([(0, 8, 1)])
@@ -182,7 +205,7 @@ def test_a_row_that_selects_nothing_attends_to_nothing() -> None:
 
 
 def test_skipping_draft_reads_the_buffer_and_still_writes_latents() -> None:
-    case = Case(5, (20, 7), torch.float32, 1)
+    case = Case(5, (20, 7))
     run = Run(case).all_at_once()
     draft = run.draft
     rows = draft.topk_buffers[0].indices
@@ -206,7 +229,7 @@ def test_skipping_draft_reads_the_buffer_and_still_writes_latents() -> None:
 
 
 def test_target_and_draft_have_separate_buffers_of_fixed_address() -> None:
-    run = Run(Case(1, (12,), torch.float32, 1))
+    run = Run(Case(1, (12,)))
     (target,), (draft,) = run.target.topk_buffers, run.draft.topk_buffers
     before = target.indices.data_ptr(), draft.indices.data_ptr()
     assert before[0] != before[1]
@@ -215,7 +238,7 @@ def test_target_and_draft_have_separate_buffers_of_fixed_address() -> None:
 
 
 def test_shared_layer_reads_the_rows_of_the_layer_before() -> None:
-    run = Run(Case(7, (20,), torch.float32, 1))
+    run = Run(Case(7, (20,)))
     roles = [layer.self_attn.indexer is not None for layer in run.target.layers]
     assert roles == [True, False, True]
     seen = []

@@ -76,8 +76,10 @@ class ToyTarget:
 
     def __init__(self, num_slots: int) -> None:
         self.cache = ToyCache(num_slots)
+        self.rows = 0  # that it has run
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
+        self.rows += batch.num_tokens
         self.cache.write(batch.slot_mapping, batch.input_ids)
         hidden = torch.stack(expand(self.cache.context(batch)), dim=1)
         return hidden.to(torch.float32)

@@ -57,7 +57,7 @@ def generate(
         list[str] | None, typer.Option(help="Text to continue; may be repeated.")
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="A UTF-8 file to continue; - is standard input.")
+        Path | None, typer.Option(help="A UTF-8 file to continue; - waits for standard input.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Bytes to generate for each prompt.")] = 96,
     draft_tokens: Annotated[int, typer.Option(help="K, drafts a round.", min=0, max=16)] = 3,
@@ -73,7 +73,7 @@ def generate(
 ) -> None:
     """Generate text with the demo model and compare draft selections.
 
-    Prompts come from --prompt, --prompt-file or standard input; without any, three defaults run.
+    Prompts come from --prompt, --prompt-file or what is piped in; without any, three defaults run.
     """
     torch.set_num_threads(1)  # matrices this small only make threads wait for each other
     lm, card = checkpoint.load()
@@ -191,8 +191,8 @@ def _piped_input() -> bytes:
         return b""
     try:
         ready, _, _ = select.select([sys.stdin], [], [], 0.5)
-    except (OSError, ValueError):  # not a real file
-        return b""
+    except (OSError, ValueError):  # no file descriptor: it cannot block
+        ready = [sys.stdin]
     return sys.stdin.buffer.read() if ready else b""
 
 

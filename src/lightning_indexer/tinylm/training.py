@@ -26,20 +26,20 @@ class TrainingPlan:
         steps: optimiser steps.
         seed: of the initial weights and of the windows drawn.
         batch_size: windows of max_model_len a step.
-        draft_depth: draft steps trained once attention is sparse; one before.
+        draft_depth: draft steps trained.
         dense_fraction: share of the steps in which attention is dense and the indexer only learns.
         index_every: steps between two indexer updates.
         peak_lr: learning rate after the first `warmup_steps`; a cosine takes it to a twentieth.
     """
 
-    steps: int = 3000
+    steps: int = 1500
     seed: int = 0
-    batch_size: int = 2
+    batch_size: int = 4
     draft_depth: int = 3
     dense_fraction: float = 0.3
     index_every: int = 3
     peak_lr: float = 3e-3
-    warmup_steps: int = 100
+    warmup_steps: int = 50
     weight_decay: float = 0.1
     draft_weight: float = 0.3
     index_weight: float = 0.1
@@ -48,7 +48,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class Progress:
-    """Reported after every step; losses in nats a byte, `drafts` of the draft steps trained."""
+    """Reported after every step; losses in nats a byte."""
 
     step: int
     steps: int
@@ -78,7 +78,6 @@ class Trainer:
             lr=plan.peak_lr,
             betas=(0.9, 0.95),
             weight_decay=plan.weight_decay,
-            fused=True,
         )
 
     @property
@@ -93,7 +92,7 @@ class Trainer:
         losses = window_losses(
             self.lm,
             self._draw_windows(),
-            depth=plan.draft_depth if sparse else 1,
+            depth=plan.draft_depth,
             sparse=sparse,
             # Alternating, the draft learns both to reselect and to live with step 0's selection.
             share=self.step % 2 == 0,
