@@ -122,7 +122,7 @@ def _topk_kernel(
                 tl.minimum(skip, 1),
                 samples,
                 aim,
-                BLOCK // 2,
+                BLOCK,
             )
             listed = write_positions(
                 x_ptr, stride_xl, None, skip, n, lo, ALL, list_ptr, 1, CAPACITY, False, BLOCK

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..kernels.backend import Target
-from ..kernels.paged_mqa_logits import _paged_mqa_logits_kernel
+from ..kernels.paged_mqa_kernel import _paged_mqa_logits_kernel
 from .case import CompileCase
 from .mqa_logits import score_constants, tensor_op
 
