@@ -7,7 +7,7 @@ from enum import Enum
 
 import torch
 
-from ..kernels.checks import check_int
+from ..kernels.checks import check_int, content_checks
 
 
 class StaleSelectionError(RuntimeError):
@@ -55,6 +55,8 @@ class TopkIndicesBuffer:
         check_int("width", width, minimum=1)
         with torch.inference_mode(False):  # an inference tensor has no version counter
             self.indices = torch.full((max_rows, width), -1, dtype=torch.int32, device=device)
+        #: [M] int64: position of the token that each request's row was selected for.
+        self.anchor_positions = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
         self.generation = 0
         self.state = SelectionState(SelectionKind.UNTRACKED)
 
@@ -110,18 +112,32 @@ class TopkIndicesBuffer:
                 " compaction would take row ids for token rows that are gone"
             )
 
-    def mark_compacted(self, num_reqs: int, max_num_reqs: int) -> None:
-        """Rows [0, num_reqs) now stand for requests; rows up to `max_num_reqs` become −1.
+    def mark_compacted(self, anchor_positions: torch.Tensor, num_reqs: int) -> None:
+        """Rows [0, num_reqs) now stand for requests, the others of [0, n) become −1.
 
         Rows that no forward of this round wrote keep their state, and stay unusable.
+
+        Args:
+            anchor_positions: [n] int: position of each request's last token, n ≥ num_reqs.
+            num_reqs: live requests.
         """
-        self.indices[num_reqs:max_num_reqs].fill_(-1)
+        most = anchor_positions.shape[0]
+        self.indices[num_reqs:most].fill_(-1)
+        self.anchor_positions[:most] = anchor_positions
         fresh = self.state.generation == self.generation
         if self.state.kind is SelectionKind.PER_TOKEN and fresh:
             self.state = SelectionState(SelectionKind.PER_REQUEST, num_reqs, self.generation)
 
-    def check_reusable(self, num_reqs: int) -> None:
-        """Raises StaleSelectionError unless rows [0, num_reqs) are this round's, per request."""
+    def check_reusable(self, anchor_positions: torch.Tensor, num_reqs: int) -> None:
+        """Raises StaleSelectionError unless rows [0, num_reqs) are this round's, per request.
+
+        With LIGHTNING_INDEXER_CHECK=1 also unless each was selected for the position that its
+        request now goes on from.
+
+        Args:
+            anchor_positions: [≥ num_reqs] int: those positions.
+            num_reqs: live requests.
+        """
         state = self.state
         if state.kind is SelectionKind.UNTRACKED:
             return
@@ -138,6 +154,13 @@ class TopkIndicesBuffer:
             raise StaleSelectionError(
                 f"{num_reqs} requests want to reuse a selection of {state.num_rows}"
             )
+        if content_checks(self.indices):
+            ours, theirs = self.anchor_positions[:num_reqs], anchor_positions[:num_reqs]
+            if not torch.equal(ours, theirs):
+                raise StaleSelectionError(
+                    f"rows were selected for positions {ours.tolist()}, requests go on from"
+                    f" {theirs.tolist()}"
+                )
 
     @property
     def _tracked(self) -> bool:

@@ -131,11 +131,8 @@ class AutoRegressiveSpeculator:
         steps = self._check_round(target, num_rejected, next_tokens, num_speculative_steps)
         self.round_steps = steps
         reqs = target.num_reqs
-        drafts = torch.full(
-            (reqs, self.config.num_speculative_steps), -1, dtype=torch.int64,
-            device=self._next_ids.device,
-        )  # fmt: skip
-        if reqs == 0:
+        drafts = self._next_ids.new_full((reqs, self.config.num_speculative_steps), -1)
+        if target.num_tokens == 0:
             return drafts
         self.stats.rounds += 1
         padded = _padded(target.num_tokens, self.config.prefill_sizes)

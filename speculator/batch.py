@@ -23,7 +23,7 @@ class StepBatch:
         seq_lens: [Rp] int32, tokens a request's last row sees, itself included; 0 for padding.
         block_table: [Rp, pages] int32 page ids, −1 where none.
         slot_mapping: [Tp] int64 cache slot of each row, −1 to write none.
-        row_to_request: [Tp] int32 request of each row, −1 for padding.
+        row_to_request: [Tp] int32 request of each row; a padding row has −1 or a padding request.
         num_reqs: live requests.
         num_tokens: live rows.
         num_tokens_padded: Tp.
@@ -144,8 +144,9 @@ class DraftBatches:
         self._arange = torch.arange(rows + 1, dtype=torch.int32, device=device)
         #: [max_num_reqs] row of each request's last unrejected token; 0 for padding.
         self.last_token_indices = ints(reqs, dtype=torch.int64)
-        #: [max_num_reqs] position and length of that token; length 0 for padding and dummies.
-        self._last_positions = ints(reqs, dtype=torch.int64)
+        #: [max_num_reqs] its position; padding is 0.
+        self.last_positions = ints(reqs, dtype=torch.int64)
+        # [max_num_reqs] tokens up to it; 0 for padding and dummies
         self._last_lens = ints(reqs)
 
     def prefill(
@@ -185,7 +186,7 @@ class DraftBatches:
         self._block_table.fill_(-1)
         width = min(target.block_table.shape[1], self._block_table.shape[1])
         self._block_table[:reqs, :width] = target.block_table[:reqs, :width]
-        _fill(self._last_positions, self._positions[last], 0)
+        _fill(self.last_positions, self._positions[last], 0)
         lens = target.seq_lens[:reqs] - num_rejected.to(torch.int32)
         _fill(self._last_lens, torch.where(kept & (self._slot_mapping[last] >= 0), lens, 0), 0)
         return self._view(reqs, tokens, num_tokens_padded, num_reqs_padded)
@@ -211,7 +212,7 @@ class DraftBatches:
             num_reqs_padded: rows of the batch.
         """
         rows = num_reqs_padded
-        positions = self._last_positions[:rows] + step
+        positions = self.last_positions[:rows] + step
         live = self.drafted(step)[:rows] & (self._arange[:rows] < num_reqs)
         self._positions[:rows] = positions.clamp_max(self.max_model_len - 1)
         lens = (self._last_lens[:rows] + step).clamp_max(self.max_model_len)
@@ -232,7 +233,7 @@ class DraftBatches:
     def dummy(self, num_rows: int, num_reqs: int) -> StepBatch:
         """A batch for capture: every slot is −1 and every length 0, so no live cache changes."""
         self.last_token_indices.zero_()
-        self._last_positions.zero_()
+        self.last_positions.zero_()
         self._last_lens.zero_()
         self._input_ids.zero_()
         self._positions.zero_()
@@ -246,7 +247,7 @@ class DraftBatches:
 
     def drafted(self, step: int) -> torch.Tensor:
         """[max_num_reqs] bool: whether step s drafts a token for the request."""
-        return (self._last_lens > 0) & (self._last_positions + step < self.max_model_len)
+        return (self._last_lens > 0) & (self.last_positions + step < self.max_model_len)
 
     def _view(self, reqs: int, tokens: int, tokens_padded: int, reqs_padded: int) -> StepBatch:
         return StepBatch(

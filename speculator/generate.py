@@ -15,6 +15,8 @@ from .batch import RequestRows, StepBatch, target_batch, with_hidden
 from .schedule import Scheduled, new_requests, schedule
 from .verify import verify_greedy
 
+DEFAULT_BATCHED_TOKENS = 2048
+
 #: Called with a request's index and its newly emitted tokens.
 TokenCallback = Callable[[int, list[int]], None]
 
@@ -64,7 +66,7 @@ def generate(
     *,
     block_table: BlockTable,
     speculator: AutoRegressiveSpeculator | None = None,
-    max_num_batched_tokens: int = 2048,
+    max_num_batched_tokens: int | None = None,
     on_tokens: TokenCallback | None = None,
 ) -> GenerationResult:
     """Generates greedily; with a speculator the tokens are the same and come in fewer rounds.
@@ -78,7 +80,8 @@ def generate(
         max_new_tokens: tokens to generate for each.
         block_table: pages of the target's and the draft's caches; a row for each prompt.
         speculator: drafts for the target; None decodes plainly.
-        max_num_batched_tokens: most target rows in a round.
+        max_num_batched_tokens: most target rows in a round; by default the speculator's
+            max_num_tokens, or 2048 without one.
         on_tokens: hears of new tokens as they are verified.
 
     Returns:
@@ -86,21 +89,18 @@ def generate(
 
     Raises:
         ValueError: for an empty prompt, one that does not fit max_model_len with its new tokens,
-            more prompts than rows of the block table, or a budget below one row a request.
+            more prompts than rows of the block table, a budget below one row a request, or a
+            speculator whose limits do not hold them all.
     """
     steps = speculator.config.num_speculative_steps if speculator is not None else 0
     requests = new_requests(prompts, max_new_tokens, block_table)
-    if max_num_batched_tokens < len(requests) * (steps + 1):
-        raise ValueError(
-            f"max_num_batched_tokens must be at least {len(requests) * (steps + 1)}"
-            f" (requests × (drafts + 1)), got {max_num_batched_tokens}"
-        )
+    budget = _row_budget(max_num_batched_tokens, len(requests), block_table, speculator)
     result = GenerationResult(
         [[] for _ in requests], drafted_by_position=[0] * steps, accepted_by_position=[0] * steps
     )
     try:
         while running := [request for request in requests if not request.finished]:
-            scheduled = schedule(running, max_num_batched_tokens)
+            scheduled = schedule(running, budget)
             for entry in scheduled:  # room for the rows and for the drafts that follow them
                 length = entry.request.computed + entry.num_rows + steps
                 length = min(length, block_table.max_model_len)
@@ -118,6 +118,38 @@ def generate(
             block_table.release(request.index)
     result.tokens = [r.tokens[r.prompt_len : r.end] for r in requests]
     return result
+
+
+def _row_budget(
+    asked: int | None,
+    num_reqs: int,
+    block_table: BlockTable,
+    speculator: AutoRegressiveSpeculator | None,
+) -> int:
+    """Target rows a round may have; raises ValueError where limits do not fit together."""
+    limits = speculator.config if speculator is not None else None
+    if limits is not None:
+        for name, got, need in (
+            ("max_num_reqs", limits.max_num_reqs, num_reqs),
+            ("max_model_len", limits.max_model_len, block_table.max_model_len),
+            ("max_num_tokens", limits.max_num_tokens, asked or 1),
+        ):
+            if got < need:
+                raise ValueError(f"speculator's {name} must be at least {need}, got {got}")
+        if limits.page_size != block_table.page_size:
+            raise ValueError(
+                f"speculator's page_size must be {block_table.page_size}, got {limits.page_size}"
+            )
+    budget = asked
+    if budget is None:
+        budget = limits.max_num_tokens if limits is not None else DEFAULT_BATCHED_TOKENS
+    rows = limits.num_speculative_steps + 1 if limits is not None else 1
+    if budget < num_reqs * rows:
+        raise ValueError(
+            f"max_num_batched_tokens must be at least {num_reqs * rows} (requests × (drafts + 1)),"
+            f" got {budget}"
+        )
+    return budget
 
 
 def _verify(

@@ -82,13 +82,13 @@ class MTPSpeculator(AutoRegressiveSpeculator):
             buffer.check_compactable()
         self.sharing.model.compact_topk_indices(self.last_token_indices[:num_reqs])
         for buffer in self.sharing.buffers:
-            buffer.mark_compacted(num_reqs, self.config.max_num_reqs)
+            buffer.mark_compacted(self.batches.last_positions, num_reqs)
         self.stats.rows_compacted += num_reqs
 
     def on_multi_step_decode_begin(self, num_reqs: int) -> None:
         """Skip on, once the rows have proven to be reusable."""
         for buffer in self.sharing.buffers:
-            buffer.check_reusable(num_reqs)
+            buffer.check_reusable(self.batches.last_positions, num_reqs)
         self._set_skip_topk(True)
 
     def on_multi_step_decode_end(self, num_reqs: int) -> None:

@@ -17,6 +17,9 @@ from lightning_indexer.indexer.buffer import (
 
 pytestmark = pytest.mark.once
 
+#: Positions of four requests' last tokens.
+ANCHORS = torch.tensor([3, 8, 5, 1])
+
 
 def _buffer(*, track: bool = True) -> TopkIndicesBuffer:
     buffer = TopkIndicesBuffer(6, 3)
@@ -39,7 +42,7 @@ def test_rows_are_views_at_a_fixed_address():
     address = buffer.indices.data_ptr()
     buffer.rows(4).fill_(5)
     buffer.mark_written(4)
-    buffer.mark_compacted(2, 4)
+    buffer.mark_compacted(ANCHORS, 2)
     buffer.clear()
     assert buffer.rows(0).shape == (0, 3)
     assert buffer.rows(6).data_ptr() == buffer.indices.data_ptr() == address
@@ -62,46 +65,60 @@ def test_round_of_writing_compacting_and_reusing():
     assert buffer.state == SelectionState(SelectionKind.PER_TOKEN, 5, 1)
     buffer.check_compactable()
     buffer.indices.fill_(7)
-    buffer.mark_compacted(2, 4)
+    buffer.mark_compacted(ANCHORS, 2)
     assert buffer.state == SelectionState(SelectionKind.PER_REQUEST, 2, 1)
     assert buffer.indices[:, 0].tolist() == [7, 7, -1, -1, 7, 7]
     for reqs in (0, 1, 2):
-        buffer.check_reusable(reqs)
+        buffer.check_reusable(ANCHORS, reqs)
+
+
+def test_rows_of_another_position_are_refused_in_check_mode_alone(monkeypatch):
+    buffer = _buffer()
+    buffer.mark_written(5)
+    buffer.mark_compacted(ANCHORS, 2)
+    reordered = ANCHORS[[1, 0, 2, 3]]
+    buffer.check_reusable(reordered, 2)
+    monkeypatch.setenv("LIGHTNING_INDEXER_CHECK", "1")
+    buffer.check_reusable(ANCHORS, 2)
+    with pytest.raises(
+        StaleSelectionError, match="positions \\[3, 8\\], requests go on from \\[8, 3"
+    ):
+        buffer.check_reusable(reordered, 2)
 
 
 def test_more_requests_than_rows_are_refused():
     buffer = _buffer()
     buffer.mark_written(5)
-    buffer.mark_compacted(2, 4)
+    buffer.mark_compacted(ANCHORS, 2)
     with pytest.raises(StaleSelectionError, match="3 requests"):
-        buffer.check_reusable(3)
+        buffer.check_reusable(ANCHORS, 3)
 
 
 def test_empty_selection_is_refused():
     with pytest.raises(StaleSelectionError, match="empty"):
-        _buffer().check_reusable(1)
+        _buffer().check_reusable(ANCHORS, 1)
 
 
 def test_selection_per_token_is_refused():
     buffer = _buffer()
     buffer.mark_written(5)
     with pytest.raises(StaleSelectionError, match="per token"):
-        buffer.check_reusable(1)
+        buffer.check_reusable(ANCHORS, 1)
 
 
 def test_old_generation_is_refused():
     buffer = _buffer()
     buffer.mark_written(5)
-    buffer.mark_compacted(2, 4)
+    buffer.mark_compacted(ANCHORS, 2)
     buffer.new_generation()
     with pytest.raises(StaleSelectionError, match="generation 1, now is 2"):
-        buffer.check_reusable(1)
+        buffer.check_reusable(ANCHORS, 1)
 
 
 def test_second_compaction_is_refused_until_rows_are_written_again():
     buffer = _buffer()
     buffer.mark_written(5)
-    buffer.mark_compacted(2, 4)
+    buffer.mark_compacted(ANCHORS, 2)
     with pytest.raises(StaleSelectionError, match="compacted already"):
         buffer.check_compactable()
     buffer.new_generation()
@@ -115,19 +132,19 @@ def test_compacting_rows_that_no_forward_wrote_makes_nothing_reusable(written):
     if written:
         buffer.mark_written(5)
         buffer.new_generation()  # they are of the round before
-    buffer.mark_compacted(2, 4)
+    buffer.mark_compacted(ANCHORS, 2)
     with pytest.raises(StaleSelectionError):
-        buffer.check_reusable(1)
+        buffer.check_reusable(ANCHORS, 1)
 
 
 def test_cleared_buffer_is_empty():
     buffer = _buffer()
     buffer.mark_written(5)
-    buffer.mark_compacted(2, 4)
+    buffer.mark_compacted(ANCHORS, 2)
     buffer.clear()
     assert buffer.state.kind is SelectionKind.EMPTY
     with pytest.raises(StaleSelectionError, match="empty"):
-        buffer.check_reusable(1)
+        buffer.check_reusable(ANCHORS, 1)
 
 
 def test_write_count_moves_with_every_write_by_view_or_op():
@@ -176,7 +193,7 @@ def test_reuse_is_allowed_iff_write_and_compaction_came_in_this_generation(moves
         for buffer in (tracked, untracked):
             {
                 "write": lambda b=buffer: b.mark_written(4),
-                "compact": lambda b=buffer: b.mark_compacted(2, 4),
+                "compact": lambda b=buffer: b.mark_compacted(ANCHORS, 2),
                 "generation": buffer.new_generation,
                 "clear": buffer.clear,
             }[move]()
@@ -186,9 +203,9 @@ def test_reuse_is_allowed_iff_write_and_compaction_came_in_this_generation(moves
             compacted = compacted or written
         elif move in ("generation", "clear"):
             written = compacted = False
-        untracked.check_reusable(6)  # a foreign runner's buffer never raises
+        untracked.check_reusable(ANCHORS, 6)  # a foreign runner's buffer never raises
         untracked.check_compactable()
-        assert _allowed(tracked.check_reusable, 2) == compacted
+        assert _allowed(tracked.check_reusable, ANCHORS, 2) == compacted
         assert _allowed(tracked.check_compactable) == (not compacted)
 
 

@@ -108,7 +108,7 @@ def test_buffer_driven_by_hand_never_raises():
         for rows in ([2, 4], [0, 1], [1]):
             draft.compact_topk_indices(torch.tensor(rows))
         draft.set_skip_topk(True)
-        draft.buffer.check_reusable(3)
+        draft.buffer.check_reusable(torch.zeros(3), 3)
         draft.forward(target)
     assert draft.buffer.state.kind is SelectionKind.UNTRACKED
     assert draft.buffer.indices[0, 1] == 1  # row [1] of rows [0, 1] of rows [2, 4]
