@@ -138,7 +138,7 @@ def _topk_kernel(
                     k,
                     out_ptr,
                     stride_ok,
-                    BLOCK,
+                    BLOCK // 2,
                 )
     if written < 0:
         written = _select(x_ptr, stride_xl, None, skip, n, k, out_ptr, stride_ok, BLOCK)

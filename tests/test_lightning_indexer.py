@@ -18,7 +18,6 @@ from lightning_indexer.indexer.buffer import TopkIndicesBuffer
 from lightning_indexer.indexer.config import IndexerConfig
 from lightning_indexer.indexer.index_k_cache import IndexKCache
 from lightning_indexer.indexer.lightning_indexer import LightningIndexer
-from lightning_indexer.indexer.sharing import compact_topk_indices, indexers_of, set_skip_topk
 from lightning_indexer.speculator.batch import RequestRows, StepBatch, target_batch
 from lightning_indexer.speculator.recorded import RecordedRunner
 from lightning_indexer.testing import reference
@@ -396,25 +395,3 @@ def test_forward_is_captured_and_replayed_on_new_inputs():
 def test_checkpoint_names_are_those_of_the_models():
     names = {"wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight"}
     assert set(_indexer().state_dict()) == names
-
-
-class _Three(nn.Module):
-    """Two indexers on one buffer and a third on its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([_indexer(), _indexer(), _indexer()])
-        self.layers[1].buffer = self.layers[0].buffer
-
-
-def test_callables_for_a_model_reach_every_indexer_and_each_buffer_once():
-    model = _Three()
-    buffers = [layer.buffer for layer in model.layers]
-    for buffer in buffers:
-        buffer.indices.copy_(torch.arange(ROWS).unsqueeze(1).expand(-1, 5))
-    set_skip_topk(model, True)
-    assert [layer.skip_topk for layer in indexers_of(model)] == [True] * 3
-    compact_topk_indices(model, torch.tensor([1, 4]))
-    for buffer in buffers:
-        assert buffer.indices[:3, 0].tolist() == [1, 4, 2]  # twice would have given 4, …
-    compact_topk_indices(nn.Linear(2, 2), torch.tensor([1]))  # no indexer, nothing to do
