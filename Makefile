@@ -4,14 +4,15 @@ PYTHON ?= python3
 HYPOTHESIS_PROFILE ?= ci
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 BENCH_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 VENV36 := .venv-triton36
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c constraints.txt
-OUTPUT_SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) # not in make 3.81
-# The two passes of `make test` share the machine: one thread each.
+PARALLEL := -n $(WORKERS) --dist loadfile
+# A test process uses one thread, and there is one for each core.
 export OMP_NUM_THREADS := 1
 export HYPOTHESIS_PROFILE
 
@@ -39,18 +40,16 @@ $(VENV36)/.installed-dev: pyproject.toml constraints.txt
 demo: $(VENV)/.installed ## install, then generate text with plain, fresh and shared drafts
 	$(BIN)/lightning-indexer generate $(DEMO_ARGS)
 
-test: $(VENV)/.installed-dev ## install, then run the tests on both backends, side by side
-	@echo 'Two passes at once; each prints when it is done, after a few minutes.'
-	@$(MAKE) --no-print-directory --jobs=2 $(OUTPUT_SYNC) --keep-going test-cpu test-interpreter
+test: test-cpu test-interpreter ## install, then run the tests on both backends
 
 test-cpu: $(VENV)/.installed-dev ## PyTorch paths, layout, packaging, offline compilation
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q $(PARALLEL) $(PYTEST_ARGS)
 
 test-interpreter: $(VENV)/.installed-dev ## the same properties through the Triton kernels
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m 'not once' $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(PARALLEL) $(PYTEST_ARGS)
 
 test-triton36: $(VENV36)/.installed-dev ## kernels on the oldest Triton: values, then code
-	TRITON_INTERPRET=1 $(VENV36)/bin/python -m pytest -q -m 'not once' $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(VENV36)/bin/python -m pytest -q $(PARALLEL) $(PYTEST_ARGS)
 	$(VENV36)/bin/python -m pytest -q tests/test_offline_compile.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff and mypy

@@ -1,10 +1,11 @@
 """Test set-up: one thread, hypothesis profiles, and a count of property examples per op.
 
 Plain `pytest` tests the CPU path; `TRITON_INTERPRET=1 pytest` runs the same tests through the
-Triton kernels. `HYPOTHESIS_PROFILE` picks dev (default), ci or soak.
+Triton kernels, but for those marked `once`. `HYPOTHESIS_PROFILE` picks dev (default), ci or soak.
 """
 
 import os
+from typing import Any
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # 4-9 times faster dots in the interpreter
 
@@ -13,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from counting import EXAMPLES
+from lightning_indexer.kernels.backend import INTERPRET
 
 torch.set_num_threads(1)
 
@@ -24,6 +26,25 @@ settings.register_profile("dev", max_examples=25, **_COMMON)
 settings.register_profile("ci", max_examples=200, derandomize=True, **_COMMON)
 settings.register_profile("soak", max_examples=20_000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In the interpreter, drops the tests that no kernel takes part in, or that are too long."""
+    if INTERPRET:
+        config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("once")])
+        items[:] = [i for i in items if not i.get_closest_marker("once")]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Under pytest-xdist, a worker hands its counts to the controller…"""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["examples"] = dict(EXAMPLES)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """…which adds them up."""
+    EXAMPLES.update(getattr(node, "workeroutput", {}).get("examples", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -14,6 +14,8 @@ from lightning_indexer.tinylm import checkpoint
 from lightning_indexer.tinylm.corpus import split_text
 from lightning_indexer.tinylm.evaluation import draft_held_out
 
+pytestmark = pytest.mark.once  # the shipped model takes minutes in the interpreter
+
 PROMPT = "The for statement is used to"
 FIELDS = {
     "texts",
@@ -146,7 +148,6 @@ def test_argument_bytes_that_are_no_text_are_refused():
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.once
 def test_a_training_run_writes_weights_and_card(tmp_path, monkeypatch):
     text = "the quick brown fox jumps over the lazy dog. " * 600
     monkeypatch.setattr(cli, "python_topics", lambda: split_text(text, source="a fox"))

@@ -41,7 +41,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 def package_files() -> set[str]:
     """Every module and data file of the checkout, as paths inside the installed package."""
-    data = {".py", ".typed", ".safetensors", ".json"}
+    data = {".py", ".typed", ".safetensors", ".json", ".md"}
     found = {
         path.relative_to(base)
         for base, top in [(PACKAGE, PACKAGE), *((ROOT, ROOT / name) for name in LINKED)]
