@@ -7,7 +7,8 @@ depends on its own query and key alone, not on T, L, the chunking or the tile's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -29,6 +30,21 @@ def widen_into(out: torch.Tensor, values: torch.Tensor) -> None:
         torch.index_select(E4M3_VALUES, 0, values.flatten().int(), out=out.view(-1))
     else:
         out.copy_(values)
+
+
+@contextmanager
+def ieee_products() -> Iterator[None]:
+    """fp32 products stay fp32, although `set_float32_matmul_precision` may allow bf16."""
+    matmul = torch.backends.mkldnn.matmul
+    asked = matmul.fp32_precision
+    if asked in ("none", "ieee"):
+        yield
+        return
+    matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = asked
 
 
 def tile_shape(heads: int, head_dim: int) -> tuple[int, int]:
@@ -117,12 +133,13 @@ class CpuScorer:
         if count < self.group_rows:
             self.queries[count:].zero_()
             self.weights[count:].zero_()
-        for i in touched:
-            queries, head_weights, scores = self.tiles[i]
-            # autocast would make mm and bmm round to bf16, but lets out= be
-            torch.mm(queries, self.keys_t, out=self.dots)
-            self.dots.relu_()
-            torch.bmm(head_weights, self.dots_by_row, out=scores)
+        with ieee_products():
+            for i in touched:
+                queries, head_weights, scores = self.tiles[i]
+                # autocast would make mm and bmm round to bf16, but lets out= be
+                torch.mm(queries, self.keys_t, out=self.dots)
+                self.dots.relu_()
+                torch.bmm(head_weights, self.dots_by_row, out=scores)
         return self.scores[:count, 0]
 
 

@@ -116,7 +116,7 @@ def test_without_any_prompt_the_defaults_run():
     [
         (["--prompt", ""], "prompt 1 must be 1 to"),
         (["--prompt", "x" * (LIMIT + 1)], f"got {LIMIT + 1}"),
-        (["--prompt", "ok", "--prompt", "x" * LIMIT], f"prompt 2 must be 1 to {LIMIT - 96} bytes"),
+        (["--prompt", "ok", "--prompt", "x" * LIMIT], f"prompt 2 must be 1 to {LIMIT - 48} bytes"),
         (["--prompt", "ok", "--max-new-tokens", "0"], "max_new_tokens must be"),
         (["--prompt", "ok", "--max-new-tokens", str(LIMIT)], "max_new_tokens must be"),
         (["--prompt", "a", "--prompt-file", "b"], "not both"),

@@ -59,7 +59,7 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(help="A UTF-8 file to continue; - waits for standard input.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Bytes to generate for each prompt.")] = 96,
+    max_new_tokens: Annotated[int, typer.Option(help="Bytes to generate for each prompt.")] = 48,
     draft_tokens: Annotated[int, typer.Option(help="K, drafts a round.", min=0, max=16)] = 3,
     mode: Annotated[
         ModeChoice, typer.Option(help="Plain, fresh or shared selections, or all three.")
