@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from .aliasing import distinct_buffers, spans_meet
 from .backend import on_device_of, tl, triton, use_triton
 from .checks import INDEX_DTYPES, check_int, check_range, check_tensor, content_checks
-from .overlap import distinct_buffers, spans_meet
 from .registry import register_op
 
 #: Elements a program holds in registers between its loads and its stores (32 a thread).

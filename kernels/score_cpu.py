@@ -35,7 +35,7 @@ def widen_into(out: torch.Tensor, values: torch.Tensor) -> None:
 @contextmanager
 def ieee_products() -> Iterator[None]:
     """fp32 products stay fp32, although `set_float32_matmul_precision` may allow bf16."""
-    matmul = torch.backends.mkldnn.matmul
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # a property at run time
     asked = matmul.fp32_precision
     if asked in ("none", "ieee"):
         yield

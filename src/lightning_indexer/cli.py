@@ -103,7 +103,7 @@ def generate(
     if "shared" in modes:
         with console.status("measuring the overlap of selections"):
             overlap = measure_overlap(lm, job)
-    console.print(terminal.comparison_table(modes, overlap))
+    console.print(terminal.comparison_table(card, modes, overlap))
 
     texts = [result.tokens for result in modes.values()]
     identical = all(tokens == texts[0] for tokens in texts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -52,10 +53,16 @@ def streamed_texts(
 
 
 def comparison_table(
-    modes: Mapping[str, ModeResult], overlap_by_step: Sequence[float] | None
+    card: Mapping[str, Any],
+    modes: Mapping[str, ModeResult],
+    overlap_by_step: Sequence[float] | None,
 ) -> Table:
     """One column a mode: rounds, acceptance, the draft's indexer rows, time."""
-    table = Table(title="Speculative decoding, same text by every way")
+    table = Table(
+        title="Speculative decoding, same text by every way",
+        caption=f"{card['parameters']:,} parameters,"
+        f" validation {card['validation_nats_per_byte']} nats a byte",
+    )
     table.add_column("")
     for name in modes:
         table.add_column(name, justify="right")
