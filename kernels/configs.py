@@ -49,6 +49,8 @@ def score_config(target: Target, dtype: torch.dtype, heads: int, head_dim: int) 
         shared = target.backend == "cuda" and target.arch in (90, 100)
         table = _KEYS_IN_SHARED_MEMORY if shared else _KEYS_IN_REGISTERS
         block_keys = table[max(8192, block_h * chunk_d)]
+        if dtype == torch.uint8 and not target.has_fp8_dot and block_h * chunk_d > 8192:
+            block_keys //= 2  # decoding bytes takes registers of its own
     return ScoreConfig(
         block_keys=block_keys,
         block_rows=block_rows,

@@ -15,6 +15,8 @@ from .topk_radix import ALL, MIN_KEY, find_threshold, write_positions
 
 #: Scores a program handles at a time; with 8 a thread no target spills (16 and 32 sometimes do).
 MAX_BLOCK = 4096
+#: The same with a list: 512 threads may have 128 registers each, which Triton 3.6 exceeds.
+MAX_LISTING_BLOCK = 2048
 MIN_BLOCK = 1024
 THREAD_SCORES = 8
 #: The list has room for three times k, and at least this many positions.
@@ -30,9 +32,10 @@ def list_capacity(k: int, length: int) -> int:
     return capacity if length > 2 * capacity else 0
 
 
-def block_size(length: int) -> int:
+def block_size(length: int, capacity: int) -> int:
     """Scores a program handles at a time: short rows need no more than they have."""
-    return min(MAX_BLOCK, max(MIN_BLOCK, triton.next_power_of_2(length)))
+    most = MAX_LISTING_BLOCK if capacity else MAX_BLOCK
+    return min(most, max(MIN_BLOCK, triton.next_power_of_2(length)))
 
 
 def num_warps(block: int, target: Target) -> int:
@@ -51,7 +54,7 @@ def launch_topk(
     """Writes the selection of every row of `logits` [T, L] to `out` [T, k]."""
     rows, length = logits.shape
     capacity = list_capacity(k, length)
-    block = block_size(length)
+    block = block_size(length, capacity)
     lists = logits.new_empty((rows, capacity), dtype=torch.int32) if capacity else None
     with on_device_of(out):
         _topk_kernel[(rows,)](

@@ -50,7 +50,7 @@ def _case(
         "CAPACITY": capacity,
         "MIN_SAMPLES": MIN_SAMPLES,
         "MAX_STEP": MAX_STEP,
-        "BLOCK": block_size(length),
+        "BLOCK": block_size(length, capacity),
     }
     pointers = ("x_ptr", "starts_ptr", "ends_ptr", "out_ptr")
     sizes = {"stride_xt": length, "L": length, "stride_ot": k, "k": k}
@@ -67,6 +67,6 @@ def _case(
         _topk_kernel,
         signature={name: kind for name, kind in signature.items() if name not in constexprs},
         constexprs=constexprs,
-        num_warps=num_warps(block_size(length), target),
+        num_warps=num_warps(block_size(length, capacity), target),
         divisible=tuple(divisible),
     )
