@@ -97,7 +97,7 @@ def in_small_pieces(enabled: bool = True) -> Iterator[None]:
         return
     with (
         patch.object(topk_cpu, "CHUNK_SCORES", 64),
-        patch.multiple(topk_kernel, MIN_LIST=16, MIN_SAMPLES=8, block_size=lambda _: 128),
+        patch.multiple(topk_kernel, MIN_LIST=16, MIN_SAMPLES=8, block_size=lambda *_: 128),
     ):
         yield
 
