@@ -132,7 +132,7 @@ class DraftBatches:
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.max_model_len, self.page_size, self.max_num_reqs = max_model_len, page_size, reqs
+        self.max_model_len, self.page_size = max_model_len, page_size
         self._input_ids = ints(rows + 1, dtype=torch.int64)  # the last one is never a row
         self._positions = ints(rows, dtype=torch.int64)
         self._hidden = torch.zeros((rows, hidden_size), dtype=dtype, device=device)

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..indexer.block_table import BlockTable
-from ..speculator.config import SpeculatorConfig
-from ..speculator.generate import GenerationResult, generate
-from ..speculator.mtp import MTPSpeculator
 from .corpus import Corpus, windows
+from .demo import Job, ModeResult, run_mode
 from .model import TinyLM
-from .runtime import build
-
-PAGE_SIZE = 64
 
 
 def draft_held_out(
@@ -23,7 +17,7 @@ def draft_held_out(
     num_speculative_steps: int = 3,
     num_prompts: int = 32,
     new_tokens: int = 16,
-) -> GenerationResult:
+) -> ModeResult:
     """Continues evenly spaced held-out prompts with speculative decoding.
 
     The defaults are many prompts and few tokens each: left alone for longer, a model this small
@@ -40,31 +34,12 @@ def draft_held_out(
     Returns:
         The tokens and counters; `accepted / drafted` is the acceptance.
     """
-    config = lm.config
-    length = (config.max_model_len - new_tokens) // 2
+    length = (lm.config.max_model_len - new_tokens) // 2
     last = len(corpus.held_out) - length
     prompts = windows(corpus.held_out, torch.arange(num_prompts) * last // num_prompts, length)
-    pages = num_prompts * -(-config.max_model_len // PAGE_SIZE)
-    rows = max(num_prompts * length, num_prompts * (num_speculative_steps + 1))
-    target, draft = build(lm, num_pages=pages, max_num_tokens=rows, page_size=PAGE_SIZE)
-    speculator = MTPSpeculator(
-        draft,
-        SpeculatorConfig(
-            num_speculative_steps=num_speculative_steps,
-            max_num_reqs=num_prompts,
-            max_num_tokens=rows,
-            max_model_len=config.max_model_len,
-            hidden_size=config.hidden_size,
-            page_size=PAGE_SIZE,
-        ),
-        draft_config={"index_share_for_mtp_iteration": share},
+    job = Job(
+        prompts=[bytes(prompt) for prompt in prompts.tolist()],
+        max_new_tokens=new_tokens,
+        draft_tokens=num_speculative_steps,
     )
-    table = BlockTable(num_prompts, config.max_model_len, num_pages=pages, page_size=PAGE_SIZE)
-    return generate(
-        target,
-        prompts.tolist(),
-        new_tokens,
-        block_table=table,
-        speculator=speculator,
-        max_num_batched_tokens=rows,
-    )
+    return run_mode(lm, "shared" if share else "fresh", job)
