@@ -78,6 +78,19 @@ def target_of(device: torch.device) -> Target:
     return _device_target(index)
 
 
+@cache
+def _device_multiprocessors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs `device` runs side by side, at least (the interpreter: one)."""
+    if device.type != "cuda":
+        return 1
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return _device_multiprocessors(index)
+
+
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """Makes `tensor`'s device current, so that a launch goes to its current stream."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -1,47 +1,24 @@
-"""The Triton kernel of `topk_indices`: one program a row, exact, a bounded number of reads.
+"""The Triton kernels of `topk_indices`: exact, one read of a row as a rule, five at most.
 
-A long row is narrowed first: a sample gives a threshold that rather more than k scores reach,
-and one pass lists their positions. If the list can hold the answer, selection goes on in the
-list, otherwise (plateaus, a sample that lies) in the row. Selection is the same code in both:
-at most three histogram passes find the k-th key exactly, one pass writes the positions.
+A short row is compared in registers as it is. Of a longer one a sample gives a threshold that
+rather more than k scores reach; one read flags those in words of 32 bits, and from the words their
+positions are listed, ascending. The listed keys are compared in registers, ties go to the first.
+If the flags show that the sample lied, digits of keys are counted until a bracket is certain, and
+the row is flagged once more. A few long rows are sampled, flagged and finished by three launches,
+so that several programs flag a row.
 """
 
 from __future__ import annotations
 
 import torch
 
-from .backend import Target, on_device_of, target_of, tl, triton
-from .topk_radix import ALL, MIN_KEY, find_threshold, write_positions
-
-#: Scores a program handles at a time; with 8 a thread no target spills (16 and 32 sometimes do).
-MAX_BLOCK = 4096
-#: The same with a list: 512 threads may have 128 registers each, which Triton 3.6 exceeds.
-MAX_LISTING_BLOCK = 2048
-MIN_BLOCK = 1024
-THREAD_SCORES = 8
-#: The list has room for three times k, and at least this many positions.
-MIN_LIST = 4096
-#: Sampled scores a row: at least this many (at most MIN_LIST / 2), and no further apart than that.
-MIN_SAMPLES = 2048
-MAX_STEP = 64
-
-
-def list_capacity(k: int, length: int) -> int:
-    """Positions a row's list has room for; 0 where rows are too short for a list to pay."""
-    capacity = max(MIN_LIST, triton.next_power_of_2(3 * k))
-    return capacity if length > 2 * capacity else 0
-
-
-def block_size(length: int, capacity: int) -> int:
-    """Scores a program handles at a time: short rows need no more than they have."""
-    most = MAX_LISTING_BLOCK if capacity else MAX_BLOCK
-    return min(most, max(MIN_BLOCK, triton.next_power_of_2(length)))
-
-
-def num_warps(block: int, target: Target) -> int:
-    """Warps of a program that handles `block` scores at a time."""
-    lanes = 64 if target.backend == "hip" else 32
-    return max(block // (THREAD_SCORES * lanes), 1)
+from .backend import Target, multiprocessors, on_device_of, target_of, tl, triton
+from .topk_bracket import NO_HI, ONE_WORD, sample_bracket
+from .topk_finish import finish_row
+from .topk_keys import MIN_KEY
+from .topk_plan import TopkPlan, plan_topk
+from .topk_row import flag_row, locate_row
+from .topk_split import STATE_FIELDS, _finish_kernel, _flag_kernel, _sample_kernel
 
 
 def launch_topk(
@@ -53,27 +30,50 @@ def launch_topk(
 ) -> None:
     """Writes the selection of every row of `logits` [T, L] to `out` [T, k]."""
     rows, length = logits.shape
-    capacity = list_capacity(k, length)
-    block = block_size(length, capacity)
-    lists = logits.new_empty((rows, capacity), dtype=torch.int32) if capacity else None
+    target = target_of(logits.device)
+    plan = plan_topk(target, multiprocessors(logits.device), rows, length)
+    x_args = (
+        *(logits, *logits.stride()),
+        *(row_starts, 0 if row_starts is None else row_starts.stride(0)),
+        *(row_ends, 0 if row_ends is None else row_ends.stride(0)),
+        length,
+    )
+    constants = launch_constants(plan, target, logits.stride(1))
+    words, ints = plan.scratch(length)
+    launch_rows = plan.launch_rows
+    scratch = logits.new_empty((launch_rows, ints), dtype=torch.int32) if ints else None
+    scratch_args = (scratch, ints, words)
+    out_args = (out, *out.stride(), k)
     with on_device_of(out):
-        _topk_kernel[(rows,)](
-            *(logits, *logits.stride()),
-            *(row_starts, 0 if row_starts is None else row_starts.stride(0)),
-            *(row_ends, 0 if row_ends is None else row_ends.stride(0)),
-            *(out, *out.stride()),
-            lists,
-            length,
-            k,
-            CAPACITY=capacity,
-            MIN_SAMPLES=MIN_SAMPLES,
-            MAX_STEP=MAX_STEP,
-            BLOCK=block,
-            num_warps=num_warps(block, target_of(logits.device)),
-        )
+        if plan.splits > 1:
+            state = logits.new_empty((rows, STATE_FIELDS + 2 * plan.splits), dtype=torch.int32)
+            state_args = (state, state.stride(0))
+            grid = (rows, plan.splits)
+            _sample_kernel[(rows,)](*x_args, *state_args, k, **constants)
+            _flag_kernel[grid](*x_args, *scratch_args, *state_args, **constants)
+            _finish_kernel[(rows,)](
+                *x_args, *scratch_args, *out_args, *state_args, plan.splits, **constants
+            )
+            return
+        for first_row in range(0, rows, launch_rows):
+            grid = (min(launch_rows, rows - first_row),)
+            _topk_kernel[grid](*x_args, *scratch_args, *out_args, first_row, **constants)
 
 
-@triton.jit
+def launch_constants(plan: TopkPlan, target: Target, stride_xl: int) -> dict[str, int | bool]:
+    """What all four kernels are compiled with."""
+    return {
+        "CAPACITY": plan.capacity,
+        "SAMPLES": plan.samples,
+        "THREADS": plan.threads,
+        "POP_WORDS": plan.pop_words,
+        "HISTOGRAM": plan.histogram,
+        "UNIT_STRIDE": stride_xl == 1,
+        "num_warps": plan.threads // (64 if target.backend == "hip" else 32),
+    }
+
+
+@triton.jit(do_not_specialize=["first_row"])
 def _topk_kernel(
     x_ptr,
     stride_xt,
@@ -82,85 +82,58 @@ def _topk_kernel(
     stride_starts,
     ends_ptr,
     stride_ends,
+    L,
+    scratch_ptr,
+    stride_scratch,
+    words,  # a row's words of one kind
     out_ptr,
     stride_ot,
     stride_ok,
-    lists_ptr,
-    L,
     k,
+    first_row,
     CAPACITY: tl.constexpr,
-    MIN_SAMPLES: tl.constexpr,
-    MAX_STEP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    THREADS: tl.constexpr,
+    POP_WORDS: tl.constexpr,
+    HISTOGRAM: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    start = tl.full((), 0, tl.int32)
-    end = start + L
-    if starts_ptr is not None:
-        start = tl.maximum(tl.load(starts_ptr + row * stride_starts), 0)
-        start = tl.minimum(start, L).to(tl.int32)
-    if ends_ptr is not None:
-        end = tl.minimum(tl.load(ends_ptr + row * stride_ends), L)
-        end = tl.maximum(end, 0).to(tl.int32)
-
-    # Offsets count from a multiple of 4, which keeps loads vectorised: skip the first 0 to 3.
-    base = tl.multiple_of(start // 4 * 4, 4)
-    skip = start - base
-    n = end - base
-    x_ptr += row * stride_xt + base.to(tl.int64) * stride_xl
-    out_ptr += row * stride_ot
-
-    written = tl.full((), -1, tl.int32)
-    if CAPACITY > 0:  # noqa: SIM102 (known when compiled, the other is not)
-        if n > 2 * CAPACITY:
-            list_ptr = lists_ptr + row * CAPACITY
-            step = tl.minimum(n // MIN_SAMPLES, MAX_STEP)
-            samples = n // step
-            aim = ((samples.to(tl.int64) * (CAPACITY // 2)) // n).to(tl.int32)
-            aim = tl.maximum(aim, 1)
-            lo, _ties = find_threshold(
-                x_ptr,
-                step.to(tl.int64) * stride_xl,
-                None,
-                tl.minimum(skip, 1),
-                samples,
-                aim,
-                BLOCK,
-            )
-            listed = write_positions(
-                x_ptr, stride_xl, None, skip, n, lo, ALL, list_ptr, 1, CAPACITY, False, BLOCK
-            )
-            tl.debug_barrier()  # the list is read by other threads than wrote it
-            if (listed <= CAPACITY) & ((listed >= k) | (lo == MIN_KEY)):
-                written = _select(
-                    x_ptr + skip.to(tl.int64) * stride_xl,
-                    stride_xl,
-                    list_ptr,
-                    0,
-                    listed,
-                    k,
-                    out_ptr,
-                    stride_ok,
-                    BLOCK // 2,
-                )
-    if written < 0:
-        written = _select(x_ptr, stride_xl, None, skip, n, k, out_ptr, stride_ok, BLOCK)
-
-    while written < k:
-        offs = written + tl.arange(0, BLOCK)
-        tl.store(
-            out_ptr + offs.to(tl.int64) * stride_ok, tl.full((BLOCK,), -1, tl.int32), mask=offs < k
-        )
-        written += BLOCK
-
-
-@triton.jit
-def _select(x_ptr, stride_x, list_ptr, skip, n, k, out_ptr, stride_o, BLOCK: tl.constexpr):
-    """Writes the selection from offsets [skip, n), or from a list's first n entries; how many."""
+    """The whole rule; scratch is that of the launch, whose first row is `first_row`."""
+    program = tl.program_id(0).to(tl.int64)
+    row = first_row + program
+    row_ptr, skip, n = locate_row(
+        x_ptr, stride_xt, stride_xl, starts_ptr, stride_starts, ends_ptr, stride_ends, L, row
+    )
     lo = tl.full((), MIN_KEY, tl.uint32)
-    ties = tl.full((), ALL, tl.int32)
-    if n - skip > k:
-        lo, ties = find_threshold(x_ptr, stride_x, list_ptr, skip, n, k, BLOCK)
-    return write_positions(
-        x_ptr, stride_x, list_ptr, skip, n, lo, ties, out_ptr, stride_o, k, True, BLOCK
+    hi = tl.full((), NO_HI, tl.uint32)
+    form = tl.full((), ONE_WORD, tl.int32)
+    inside = tl.full((), 0, tl.int32)
+    above = tl.full((), 0, tl.int32)
+    if SAMPLES > 0:
+        scratch_ptr += program * stride_scratch
+        if n > CAPACITY:
+            lo, hi, form = sample_bracket(
+                row_ptr, stride_xl, skip, n, k, CAPACITY, SAMPLES, UNIT_STRIDE
+            )
+            inside, above = flag_row(
+                *(
+                    row_ptr,
+                    stride_xl,
+                    scratch_ptr + CAPACITY + 1,
+                    words,
+                    skip,
+                    0,
+                    n,
+                    n,
+                    lo,
+                    hi,
+                    form,
+                ),
+                *(THREADS, UNIT_STRIDE),
+            )
+            tl.debug_barrier()
+    finish_row(
+        *(row_ptr, stride_xl, scratch_ptr, words, skip, n, k, lo, hi, form, inside, above),
+        *(out_ptr + row * stride_ot, stride_ok),
+        *(CAPACITY, SAMPLES, THREADS, POP_WORDS, HISTOGRAM, UNIT_STRIDE),
     )

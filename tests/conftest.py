@@ -1,7 +1,8 @@
 """Test set-up: one thread, hypothesis profiles, and a count of property examples per op.
 
 Plain `pytest` tests the CPU path; `TRITON_INTERPRET=1 pytest` runs the same tests through the
-Triton kernels, but for those marked `once`. `HYPOTHESIS_PROFILE` picks dev (default), ci or soak.
+Triton kernels, but for those marked `once`, and those marked `interpreter` besides. Tests marked
+`gpu` are deselected where there is none. `HYPOTHESIS_PROFILE` picks dev (default), ci or soak.
 """
 
 import os
@@ -29,10 +30,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In the interpreter, drops the tests that no kernel takes part in, or that are too long."""
-    if INTERPRET:
-        config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("once")])
-        items[:] = [i for i in items if not i.get_closest_marker("once")]
+    """Deselects the tests that are for another backend than this pass is on."""
+    dropped = ["once" if INTERPRET else "interpreter"]
+    if INTERPRET or not torch.cuda.is_available():
+        dropped.append("gpu")
+    deselected = {i for i in items if any(map(i.get_closest_marker, dropped))}
+    config.hook.pytest_deselected(items=list(deselected))
+    items[:] = [i for i in items if i not in deselected]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

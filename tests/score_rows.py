@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import torch
 from hypothesis import strategies as st
 
 from lightning_indexer.kernels import topk_cpu, topk_kernel
+from lightning_indexer.kernels.topk_plan import TopkPlan
 
 INF, NAN = float("inf"), float("nan")
 REGIMES = (
@@ -89,15 +90,33 @@ class RowsCase:
         return (starts if self.windows == "both" else None), ends
 
 
+def small_plan(seed: int) -> TopkPlan:
+    """One of the ways to launch the kernels, with lists and tiles that short rows outgrow."""
+    return TopkPlan(
+        capacity=(16, 64)[seed // 8 % 2],
+        samples=(8, 16)[seed // 4 % 2],
+        threads=8,  # tiles of 256 scores
+        pop_words=(4, 16)[seed // 4 % 2],
+        launch_rows=1,
+        splits=(1, 3)[seed // 2 % 2],
+        histogram=bool(seed % 2),
+    )
+
+
 @contextmanager
-def in_small_pieces(enabled: bool = True) -> Iterator[None]:
-    """Small chunks, blocks and lists, so that short rows take the paths of long ones."""
+def in_small_pieces(enabled: bool = True, seed: int = 0) -> Iterator[None]:
+    """Small chunks, tiles and lists, so that short rows take the paths of long ones."""
     if not enabled:
         yield
         return
+
+    def plan(_target: object, _multiprocessors: int, rows: int, _length: int) -> TopkPlan:
+        small = small_plan(seed)
+        return small if small.splits == 1 else replace(small, launch_rows=rows)
+
     with (
         patch.object(topk_cpu, "CHUNK_SCORES", 64),
-        patch.multiple(topk_kernel, MIN_LIST=16, MIN_SAMPLES=8, block_size=lambda *_: 128),
+        patch.object(topk_kernel, "plan_topk", plan),
     ):
         yield
 
@@ -105,8 +124,8 @@ def in_small_pieces(enabled: bool = True) -> Iterator[None]:
 row_cases = st.builds(
     RowsCase,
     rows=st.integers(1, 2),
-    length=st.integers(1, 150),
-    k=st.integers(1, 60) | st.integers(1, 5) | st.integers(140, 170),
+    length=st.integers(1, 150) | st.integers(250, 800),
+    k=st.integers(1, 60) | st.integers(1, 5) | st.integers(140, 170) | st.integers(1, 900),
     regime=st.sampled_from(REGIMES),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     layout=st.sampled_from(LAYOUTS),
