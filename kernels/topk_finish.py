@@ -40,12 +40,10 @@ def finish_row(
     above it), the answer is chosen from that list. Otherwise what is above is selected, and what
     is inside joins it: the chosen of a list, the first of equal scores, or all.
     """
-    entries = tl.arange(0, CAPACITY)
-    offs = entries
-    mask = (entries >= skip) & (entries < n)
     want = tl.full((), 0, tl.int32) + k
     direct = n >= 0
-    listed = tl.full((), 0, tl.int32)
+    first = skip
+    listed = n
     if SAMPLES > 0:
         list_ptr = scratch_ptr
         words_ptr = scratch_ptr + CAPACITY + 1
@@ -59,6 +57,7 @@ def finish_row(
             from_above = (above >= k) & (above <= CAPACITY)
             direct = from_above | ((above == 0) & (inside <= CAPACITY))
             listing = direct | ((inside + above > k) & (hi - lo > 1) & (above < k))
+            first = skip * 0
             listed = tl.where(from_above, above, tl.where(listing, inside, 0))
             want = tl.where(from_above, want, k - above)
             order_words(words_ptr, n, THREADS)
@@ -68,21 +67,25 @@ def finish_row(
             if listed > 0:
                 pop_words(source_ptr, n, 0, list_ptr, 1, CAPACITY, POP_WORDS)
                 tl.debug_barrier()
-            mask = entries < listed
-            offs = tl.load(list_ptr + entries, mask=mask, other=0)
+    places = tl.arange(0, CAPACITY)
+    mask = (places >= first) & (places < listed)
+    offs = places
+    if SAMPLES > 0:  # noqa: SIM102 (known when compiled, the other is not)
+        if n > CAPACITY:
+            offs = tl.load(list_ptr + places, mask=mask, other=0)
     keys = tl.where(mask, to_keys(load_scores(x_ptr, stride_x, offs, mask, UNIT_STRIDE)), 0)
     rank = _choose(keys, want, lo)
     written = tl.max(rank, 0)
     if direct:
         out_ptrs = out_ptr + (rank - 1).to(tl.int64) * stride_o
         tl.store(out_ptrs, offs - skip, mask=rank > 0)
-    if SAMPLES > 0:  # noqa: SIM102 (known when compiled, the other is not)
+    if SAMPLES > 0:  # noqa: SIM102
         if direct == 0:
-            tl.store(list_ptr + entries, rank, mask=entries < listed)
-            tl.debug_barrier()
             quota = tl.where(inside + above <= k, ALL, tl.where(hi - lo == 1, want, 0))
-            merge_words(words_ptr, above_ptr, list_ptr, n, listed, quota, POP_WORDS)
-            pop_words(above_ptr, n, skip, out_ptr, stride_o, k, POP_WORDS)
+            _write_joined(
+                *(words_ptr, above_ptr, list_ptr, rank, skip, n, k, listed, quota),
+                *(out_ptr, stride_o, CAPACITY, POP_WORDS),
+            )
             written = tl.minimum(inside + above, k)
     _write_nothing(out_ptr, stride_o, written, k, CAPACITY)
 
@@ -111,7 +114,7 @@ def _flag_for_certain(
     bins_ptr = words_ptr + 2 * words
     lo, hi = count_bracket(
         *(x_ptr, stride_x, bins_ptr, skip, n, k, lo, hi),
-        *(CAPACITY, 8 * THREADS, HISTOGRAM, UNIT_STRIDE),
+        *(CAPACITY, 2 * THREADS, HISTOGRAM, UNIT_STRIDE),
     )
     inside, above = write_two_words(
         *(x_ptr, stride_x, words_ptr, words_ptr + words, skip, skip * 0, n, n, lo, hi),
@@ -119,6 +122,30 @@ def _flag_for_certain(
     )
     tl.debug_barrier()
     return lo, hi, inside, above
+
+
+@triton.jit
+def _write_joined(
+    words_ptr,
+    above_ptr,
+    list_ptr,
+    rank,  # of the listed: 0 if not chosen
+    skip,
+    n,
+    k,
+    listed,
+    quota,
+    out_ptr,
+    stride_o,
+    CAPACITY: tl.constexpr,
+    POP_WORDS: tl.constexpr,
+):
+    """Writes what is above, and of what is inside the chosen of the list or the first `quota`."""
+    places = tl.arange(0, CAPACITY)
+    tl.store(list_ptr + places, rank, mask=places < listed)
+    tl.debug_barrier()
+    merge_words(words_ptr, above_ptr, list_ptr, n, listed, quota, POP_WORDS)
+    pop_words(above_ptr, n, skip, out_ptr, stride_o, k, POP_WORDS)
 
 
 @triton.jit

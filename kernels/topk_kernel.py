@@ -61,16 +61,23 @@ def launch_topk(
 
 
 def launch_constants(plan: TopkPlan, target: Target, stride_xl: int) -> dict[str, int | bool]:
-    """What all four kernels are compiled with."""
-    return {
+    """What all four kernels are compiled with.
+
+    128 registers leave room for two programs of 256 threads on a multiprocessor; ptxas takes more
+    where it may (the one of Triton 3.6 twice as many). Strided scores need them for addresses.
+    """
+    constants: dict[str, int | bool] = {
         "CAPACITY": plan.capacity,
         "SAMPLES": plan.samples,
         "THREADS": plan.threads,
         "POP_WORDS": plan.pop_words,
         "HISTOGRAM": plan.histogram,
         "UNIT_STRIDE": stride_xl == 1,
-        "num_warps": plan.threads // (64 if target.backend == "hip" else 32),
+        "num_warps": max(plan.threads // (64 if target.backend == "hip" else 32), 1),
     }
+    if target.backend == "cuda" and stride_xl == 1:
+        constants["maxnreg"] = 128
+    return constants
 
 
 @triton.jit(do_not_specialize=["first_row"])

@@ -33,7 +33,7 @@ ROUNDS: dict[tuple[int, str], tuple[float, float, float, float]] = {
 _SKIPPED = {
     "sample": ("sample_bracket:else#1", "sample_bracket:then#2"),
     "flag": ("flag_row:else#1", "_load_tile:else#1"),
-    "finish": ("finish_row:then#3", "finish_row:then#4", "finish_row:then#8"),
+    "finish": ("_flag_for_certain", "finish_row:then#4", "_write_joined"),
     "short": ("_choose:then#1",),
 }
 _PARTS = {
@@ -71,7 +71,7 @@ def _case(
 ) -> CompileCase:
     plan = plan_topk(target, MULTIPROCESSORS, rows, length)
     constants: dict[str, Any] = dict(launch_constants(plan, target, 1 if contiguous else 3))
-    num_warps = constants.pop("num_warps")
+    num_warps, max_registers = constants.pop("num_warps"), constants.pop("maxnreg", None)
     constants |= {"stride_starts": 1, "stride_ends": 1}
     if contiguous:
         constants |= {"stride_xl": 1, "stride_ok": 1}
@@ -90,6 +90,7 @@ def _case(
         signature=signature,
         constexprs={n: value for n, value in constants.items() if n in names},
         num_warps=num_warps,
+        max_registers=max_registers,
         divisible=tuple(n for n in divisible if n in signature),
         dtype=dtype,
         work=tuple(
@@ -113,8 +114,8 @@ def _work(
         "flag": {"write_words": length / plan.tile / splits},
         "finish": {
             "order_words": triton.cdiv(words, 8 * plan.threads),
-            "pop_words#1": words / max(plan.pop_words, 1),
-            "pop_words#2": popped,
+            "finish_row/pop_words#1": words / max(plan.pop_words, 1),
+            "finish_row/pop_words#2": popped,
             "_choose/find_key": chosen,
             "_write_nothing": 0,
         },
