@@ -8,6 +8,9 @@ call finds its inputs in the L2 cache:
     ours = bench.time("T=64 L=64K", "ours", lambda x: topk_indices(x, 2048), sets)
     bench.time("T=64 L=64K", "torch.topk", lambda x: x.topk(2048), sets, against=ours)
     bench.finish()
+
+`bench.race` times several calls in turn instead, round after round: what else the machine does
+then meets all of them, and the ratios hold where the times do not.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,12 @@ class Timing:
     p20: float
     p80: float
     calls: int
+
+    @classmethod
+    def of(cls, times: torch.Tensor) -> Timing:
+        """Of the seconds of each call."""
+        p20, median, p80 = times.quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
+        return cls(median, p20, p80, len(times))
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
@@ -64,11 +73,7 @@ class Bench:
         self._seconds = 0.2 if self.quick else 2.0
         torch.set_num_threads(arguments.threads)
         self._where = describe(self.device)
-        self._table = Table(title=f"{op} on {self._where['hardware']}")
-        for column in ("case", "variant"):
-            self._table.add_column(column)
-        for column in ("median", "p20", "p80", "ours is faster by"):
-            self._table.add_column(column, justify="right")
+        self._shown: list[tuple[str, ...]] = []
 
     def input_sets(self, make: Callable[[int], Any]) -> list[Any]:
         """`make(seed)` as often as it takes for a GPU's L2 cache to forget the first."""
@@ -94,50 +99,97 @@ class Bench:
         """
         timing = measure(call, sets, self.device, self._seconds)
         ratio = None if against is None else timing.median / against.median
+        self._add_row(case, variant, timing, ratio, None)
+        return timing
+
+    def race(
+        self,
+        case: str,
+        calls: Mapping[str, Callable[[Any], object]],
+        sets: Sequence[Any],
+        peaks: Mapping[str, int | None],
+    ) -> dict[str, float]:
+        """Times the calls, the first of them ours, in turn, and adds a row for each.
+
+        Returns how many times faster ours is than each other: the median over the rounds.
+        `peaks` are the bytes that each call takes at its peak.
+        """
+        times = measure_in_turn(list(calls.values()), sets, self.device, self._seconds)
+        others = list(calls)[1:]
+        ratios = {
+            name: float((own / times[0]).median())
+            for name, own in zip(others, times[1:], strict=True)
+        }
+        for name, own in zip(calls, times, strict=True):
+            self._add_row(case, name, Timing.of(own), ratios.get(name), peaks[name])
+        return ratios
+
+    def _add_row(
+        self, case: str, variant: str, timing: Timing, ratio: float | None, peak: int | None
+    ) -> None:
         row = {"op": self.op, "case": case, "variant": variant, **asdict(timing), "ratio": ratio}
         seconds = (timing.median, timing.p20, timing.p80)
         shown = "" if ratio is None else f"{ratio:.2f}×"
-        self._table.add_row(case, variant, *map(_readable, seconds), shown)
+        memory = "" if peak is None else f"{peak / 1e6:.0f} MB"
+        self._shown.append((case, variant, *map(_readable, seconds), shown, memory))
         if self._json is not None:
             with self._json.open("a") as file:
-                file.write(json.dumps(row | self._where) + "\n")
-        return timing
+                file.write(json.dumps(row | {"peak_bytes": peak} | self._where) + "\n")
 
     def finish(self) -> None:
-        """Prints the table."""
-        Console().print(self._table)
+        """Prints the table, without the columns that no row fills."""
+        table = Table(title=f"{self.op} on {self._where['hardware']}")
+        columns = ("case", "variant", "median", "p20", "p80", "ours is faster by", "peak memory")
+        filled = [i for i in range(len(columns)) if any(row[i] for row in self._shown)]
+        for i in filled:
+            table.add_column(columns[i], justify="left" if i < 2 else "right")
+        for row in self._shown:
+            table.add_row(*(row[i] for i in filled))
+        Console().print(table)
 
 
 def measure(
     call: Callable[[Any], object], sets: Sequence[Any], device: torch.device, seconds: float
 ) -> Timing:
     """Time of `call(inputs)`: after a warm-up, at least 5 calls and about `seconds` of them."""
-    for inputs in sets[:2]:
-        call(inputs)
+    return Timing.of(measure_in_turn([call], sets, device, seconds)[0])
+
+
+def measure_in_turn(
+    calls: Sequence[Callable[[Any], object]],
+    sets: Sequence[Any],
+    device: torch.device,
+    seconds: float,
+) -> list[torch.Tensor]:
+    """Seconds of every round, call by call, in rounds of one call each: see `measure`."""
+    for call in calls:
+        for inputs in sets[:2]:
+            call(inputs)
     started = time.perf_counter()
-    call(sets[0])
+    for call in calls:
+        call(sets[0])
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     once = max(time.perf_counter() - started, 1e-6)
-    count = int(min(max(5, seconds / once), 1000))
+    count = int(min(max(5, len(calls) * seconds / once), 1000))
     clock = _gpu_times if device.type == "cuda" else _cpu_times
-    times = torch.tensor(clock(call, [sets[i % len(sets)] for i in range(count)]))
-    p20, median, p80 = times.quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
-    return Timing(median, p20, p80, count)
+    rounds = [sets[i % len(sets)] for i in range(count)]
+    times = torch.tensor(clock([(call, x) for x in rounds for call in calls]))
+    return list(times.view(count, len(calls)).unbind(1))
 
 
-def _cpu_times(call: Callable[[Any], object], inputs: Sequence[Any]) -> list[float]:
+def _cpu_times(work: Sequence[tuple[Callable[[Any], object], Any]]) -> list[float]:
     times = []
-    for x in inputs:
+    for call, x in work:
         started = time.perf_counter()
         call(x)
         times.append(time.perf_counter() - started)
     return times
 
 
-def _gpu_times(call: Callable[[Any], object], inputs: Sequence[Any]) -> list[float]:
-    events = [[torch.cuda.Event(enable_timing=True) for _ in "se"] for _ in inputs]
-    for x, (start, end) in zip(inputs, events, strict=True):
+def _gpu_times(work: Sequence[tuple[Callable[[Any], object], Any]]) -> list[float]:
+    events = [[torch.cuda.Event(enable_timing=True) for _ in "se"] for _ in work]
+    for (call, x), (start, end) in zip(work, events, strict=True):
         start.record()
         call(x)
         end.record()

@@ -1,24 +1,21 @@
-"""Scores on a CPU, in fp32 for every dtype.
+"""Scores on a CPU, in fp32 for every dtype, tile by tile (`products_cpu` on their bits).
 
-The bits of a BLAS product depend on its shape, so each query tile and key tile is multiplied in
-one fixed shape per (H, D), partial tiles zero-padded: [rows·H, D] × [D, keys]. A score then
-depends on its own query and key alone, not on T, L, the chunking or the tile's other rows.
+A score depends on its own query and key alone, not on T, L, the chunking or other rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 
 from .e4m3 import E4M3_VALUES
+from .products_cpu import score_tiles, tile_shape, tiles_score_as_one
 
 NEG_INF = float("-inf")
-#: A product of fewer rows is slow, and of three or fewer another kernel of other bits (gemv).
-MIN_PRODUCT_ROWS = 64
-#: Tiles of queries that share the elementwise passes, whose call overhead would else show.
-GROUP = 8
+#: Query tiles scored at once. Fewer would wait more often for other threads; of more, the dot
+#: products (8 MB at H=64) would leave the cache.
+GROUP = 64
 
 #: `load(first, count, keys)` writes keys [count, D] and returns their scales and which are missing.
 LoadKeys = Callable[[int, int, torch.Tensor], tuple[torch.Tensor | None, torch.Tensor | None]]
@@ -32,28 +29,6 @@ def widen_into(out: torch.Tensor, values: torch.Tensor) -> None:
         out.copy_(values)
 
 
-@contextmanager
-def ieee_products() -> Iterator[None]:
-    """fp32 products stay fp32, although `set_float32_matmul_precision` may allow bf16."""
-    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # a property at run time
-    asked = matmul.fp32_precision
-    if asked in ("none", "ieee"):
-        yield
-        return
-    matmul.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = asked
-
-
-def tile_shape(heads: int, head_dim: int) -> tuple[int, int]:
-    """Rows and keys of a tile; nothing else may choose them."""
-    rows = -(-MIN_PRODUCT_ROWS // heads)
-    # 512 keys fill the L2 cache about once; small models have short contexts to pad
-    return rows, 512 if rows * heads * head_dim > 64 * 64 else 256
-
-
 class CpuScorer:
     """One call's workspace, and the scores of any number of query runs through it."""
 
@@ -64,23 +39,19 @@ class CpuScorer:
             return torch.empty(shape, dtype=torch.float32, device="cpu")
 
         rows, width = tile_shape(heads, head_dim)
-        group_rows = rows * min(GROUP, -(-most_rows // rows))
-        self.tile_rows, self.tile_keys, self.group_rows = rows, width, group_rows
-        self.queries = empty(group_rows, heads, head_dim)
-        self.weights = empty(group_rows, 1, heads)
-        self.scores = empty(group_rows, 1, width)
+        tiles = min(GROUP, -(-most_rows // rows))
+        self.tile_rows, self.tile_keys, self.group_rows = rows, width, rows * tiles
+        self.queries = empty(self.group_rows, heads, head_dim)
+        self.weights = empty(self.group_rows, 1, heads)
+        self.scores = empty(self.group_rows, 1, width)
         self.keys = empty(width, head_dim)
-        self.dots = empty(rows * heads, width)
-        self.keys_t = self.keys.t()
-        self.dots_by_row = self.dots.view(rows, heads, width)
         self.tiles = [
-            (
-                self.queries[i : i + rows].view(rows * heads, head_dim),
-                self.weights[i : i + rows],
-                self.scores[i : i + rows],
-            )
-            for i in range(0, group_rows, rows)
+            (self.queries[i : i + rows], self.weights[i : i + rows], self.scores[i : i + rows])
+            for i in range(0, self.group_rows, rows)
         ]
+        self.as_one = tiles > 1 and tiles_score_as_one(
+            heads, head_dim, tiles, torch.get_num_threads()
+        )
 
     @torch.no_grad()  # out= takes no tensor that requires a gradient
     def run(
@@ -96,51 +67,50 @@ class CpuScorer:
 
         Windows lie within [0, L), or are empty. Some of what lies outside is set to −inf.
         """
+        for row in range(0, q.shape[0], self.group_rows):
+            rows = slice(row, row + self.group_rows)
+            self._set_queries(q[rows], weights[rows])
+            self._run_group(starts[rows], ends[rows], load, out[rows])
+
+    def _set_queries(self, q: torch.Tensor, weights: torch.Tensor) -> None:
+        count = q.shape[0]
+        widen_into(self.queries[:count], q)
+        self.weights[:count, 0] = weights
+        self.queries[count:].zero_()
+        self.weights[count:].zero_()
+
+    def _run_group(
+        self, starts: Sequence[int], ends: Sequence[int], load: LoadKeys, out: torch.Tensor
+    ) -> None:
         spans = _tile_spans(starts, ends, self.tile_rows)
         live = [span for span in spans if span[0] < span[1]]
         stop = max((end for _, end in live), default=0)
         for first in range(min((start for start, _ in live), default=0), stop, self.tile_keys):
             last = min(first + self.tile_keys, stop)
+            touched = [i for i, (start, end) in enumerate(spans) if start < last and end > first]
+            if not touched:
+                continue
             self.keys[last - first :].zero_()
             scale, missing = load(first, last - first, self.keys[: last - first])
-            for row in range(0, q.shape[0], self.group_rows):
-                rows = slice(row, row + self.group_rows)
-                tile = row // self.tile_rows
-                touched = [
-                    i
-                    for i, (start, end) in enumerate(spans[tile : tile + len(self.tiles)])
-                    if start < last and end > first
-                ]
-                if not touched:
-                    continue
-                scores = self._products(q[rows], weights[rows], touched)[:, : last - first]
-                if scale is not None:
-                    scores.mul_(scale)
-                unseen = _unseen(starts[rows], ends[rows], first, last)
-                if unseen is not None:
-                    scores.masked_fill_(unseen, NEG_INF)
-                if missing is not None:
-                    scores.masked_fill_(missing, NEG_INF)
-                out[rows, first:last] = scores
+            self._score(touched)
+            scores = self.scores[: len(starts), 0, : last - first]
+            if scale is not None:
+                scores.mul_(scale)
+            unseen = _unseen(starts, ends, first, last)
+            if unseen is not None:
+                scores.masked_fill_(unseen, NEG_INF)
+            if missing is not None:
+                scores.masked_fill_(missing, NEG_INF)
+            out[:, first:last] = scores
 
-    def _products(
-        self, q: torch.Tensor, weights: torch.Tensor, touched: Sequence[int]
-    ) -> torch.Tensor:
-        """Σ_h weights·relu(q·k) of the touched tiles of a group: [rows, tile keys]."""
-        count = q.shape[0]
-        widen_into(self.queries[:count], q)
-        self.weights[:count, 0] = weights
-        if count < self.group_rows:
-            self.queries[count:].zero_()
-            self.weights[count:].zero_()
-        with ieee_products():
-            for i in touched:
-                queries, head_weights, scores = self.tiles[i]
-                # autocast would make mm and bmm round to bf16, but lets out= be
-                torch.mm(queries, self.keys_t, out=self.dots)
-                self.dots.relu_()
-                torch.bmm(head_weights, self.dots_by_row, out=scores)
-        return self.scores[:count, 0]
+    def _score(self, touched: Sequence[int]) -> None:
+        """Scores the touched tiles of the group, at least."""
+        if self.as_one and 2 * len(touched) > len(self.tiles):
+            score_tiles(self.queries, self.weights, self.keys, self.scores)
+            return
+        for i in touched:
+            queries, weights, scores = self.tiles[i]
+            score_tiles(queries, weights, self.keys, scores)
 
 
 def _tile_spans(starts: Sequence[int], ends: Sequence[int], rows: int) -> list[tuple[int, int]]:

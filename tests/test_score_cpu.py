@@ -1,32 +1,73 @@
-"""What the CPU scorer promises beyond the ops' own tests."""
+"""What the CPU scorer promises beyond the ops' own tests: the bits of its ways to go about it."""
+
+import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lightning_indexer.kernels.score_cpu import ieee_products
+from counting import counts_examples
+from lightning_indexer.kernels import score_cpu
+from lightning_indexer.kernels.mqa_logits import mqa_logits
+from lightning_indexer.kernels.select_topk import select_topk
+from scoring import ScoreCase, same_bits, score_cases, share
 
 pytestmark = pytest.mark.once
 
-MATMUL = torch.backends.mkldnn.matmul
+#: 70 rows of one tile each: a whole group of 64, and a second that is mostly empty.
+LARGE = ScoreCase(70, 600, 64, 128, "fp32", True, "normal", "causal", "contiguous", seed=7)
 
 
 @pytest.fixture
-def lowered_precision():
-    before = MATMUL.fp32_precision
-    torch.set_float32_matmul_precision("medium")
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
     yield
-    torch.set_float32_matmul_precision("highest")
-    MATMUL.fp32_precision = before
+    torch.set_num_threads(before)
 
 
-def test_products_are_ieee_fp32_although_lower_precision_is_allowed(lowered_precision):
-    assert MATMUL.fp32_precision == "bf16"
-    with ieee_products():
-        assert MATMUL.fp32_precision == "ieee"
-    assert MATMUL.fp32_precision == "bf16"
+def tile_by_tile(inputs: dict) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(score_cpu, "tiles_score_as_one", lambda *_: False)
+        return mqa_logits(**inputs)
 
 
-def test_the_setting_is_put_back_after_an_error(lowered_precision):
-    with pytest.raises(RuntimeError), ieee_products():
-        raise RuntimeError
-    assert MATMUL.fp32_precision == "bf16"
+@share(4)
+@given(case=score_cases, group=st.integers(1, 5))
+@counts_examples("mqa_logits")
+def test_groups_give_the_bits_of_single_tiles(case: ScoreCase, group: int) -> None:
+    inputs = case.inputs()
+    alone = tile_by_tile(inputs)
+    assert same_bits(mqa_logits(**inputs), alone)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(score_cpu, "GROUP", group)
+        assert same_bits(mqa_logits(**inputs), alone)
+
+
+@pytest.mark.parametrize("windows", ["full", "causal", "packed", "any"])
+def test_large_groups_give_the_bits_of_single_tiles(windows: str) -> None:
+    inputs = dataclasses.replace(LARGE, windows=windows).inputs()
+    assert same_bits(mqa_logits(**inputs), tile_by_tile(inputs))
+
+
+def test_bits_and_selection_do_not_depend_on_threads(two_threads) -> None:
+    inputs = LARGE.inputs()
+    scores, selected = mqa_logits(**inputs), select_topk(**inputs, topk=50)
+    torch.set_num_threads(1)
+    assert same_bits(mqa_logits(**inputs), scores)
+    assert torch.equal(select_topk(**inputs, topk=50, workspace_bytes=4 * 600 * 7), selected)
+
+
+def test_rows_that_share_no_key_tile_with_their_group_are_untouched() -> None:
+    """Half of a group is scored at once with rows that see none of those keys."""
+    inputs = dataclasses.replace(LARGE, rows=4, length=1500, windows="full").inputs()
+    inputs["row_starts"] = torch.tensor([0, 0, 0, 1400], dtype=torch.int32)
+    inputs["row_ends"] = torch.tensor([700, 690, 20, 1500], dtype=torch.int32)
+    got = mqa_logits(**inputs)
+    assert same_bits(got, tile_by_tile(inputs))
+    positions = torch.arange(1500)
+    for t, (start, end) in enumerate(zip([0, 0, 0, 1400], [700, 690, 20, 1500], strict=True)):
+        seen = (positions >= start) & (positions < end)
+        assert torch.equal(got[t] > -torch.inf, seen)
