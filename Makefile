@@ -10,6 +10,8 @@ BENCH_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 VENV36 := .venv-triton36
+# The report on compiled kernels is of this one; `make test-triton36` has the oldest.
+TRITON := triton==3.9.0
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PARALLEL := -n $(WORKERS) --dist loadfile
 # A test process uses one thread, and there is one for each core.
@@ -17,7 +19,7 @@ export OMP_NUM_THREADS := 1
 export HYPOTHESIS_PROFILE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpu test-interpreter test-triton36 lint format bench dist clean
+.PHONY: help demo test test-cpu test-interpreter test-triton36 lint format bench compile-report dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -25,11 +27,11 @@ help: ## list the targets
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo 'Installing into $(VENV): PyTorch is large, this takes minutes the first time.'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP_INSTALL) -e .
+	$(BIN)/python $(PIP_INSTALL) -e . $(TRITON)
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python $(PIP_INSTALL) -e '.[dev]'
+	$(BIN)/python $(PIP_INSTALL) -e '.[dev]' $(TRITON)
 	touch $@
 
 $(VENV36)/.installed-dev: pyproject.toml constraints.txt
@@ -63,6 +65,10 @@ format: $(VENV)/.installed-dev ## let ruff rewrite what it can
 
 bench: $(VENV)/.installed-dev ## time the ops against plain PyTorch on this machine
 	set -e; for script in bench/bench_*.py; do $(BIN)/python $$script $(BENCH_ARGS); done
+
+compile-report: $(VENV)/.installed-dev ## rewrite the checked-in report on compiled kernels
+	mkdir -p bench/compiled
+	$(BIN)/lightning-indexer compile-report --json bench/compiled/report.json
 
 dist: $(VENV)/.installed-dev ## sdist, and the wheel built from it, in dist/
 	$(BIN)/python -m build --outdir dist .

@@ -15,9 +15,10 @@ from .checks import (
 )
 from .registry import register_op
 
-BLOCK_W = (
-    1024  # 8 positions a thread: two 16-byte loads, while 2048-wide rows still give 2 programs
-)
+#: A program's positions, 32 a thread: they share what a row costs, and 2048-wide rows still give 2
+#: programs.
+BLOCK_W = 1024
+NUM_WARPS = 1
 
 
 def indices_to_slots(
@@ -86,16 +87,19 @@ def _indices_to_slots(
         found &= (page >= 0) & (slots <= torch.iinfo(out.dtype).max)
         out.copy_(torch.where(found, slots, -1))
         return
-    rows, width = indices.shape
+    (rows, width), (requests, blocks) = indices.shape, block_table.shape
+    block_w = min(BLOCK_W, triton.next_power_of_2(width))
     with on_device_of(out):
-        _indices_to_slots_kernel[(rows, triton.cdiv(width, BLOCK_W))](
+        _indices_to_slots_kernel[(rows, triton.cdiv(width, block_w))](
             *(indices, *indices.stride()),
             *(block_table, *block_table.stride()),
             *(row_to_request, *row_to_request.stride()),
             *(out, *out.stride()),
-            *(width, *block_table.shape),
+            *(width, requests, min(blocks * page_size, 2**31)),
             PAGE_SIZE=page_size,
-            BLOCK_W=min(BLOCK_W, triton.next_power_of_2(width)),
+            BLOCK_W=block_w,
+            WHOLE_BLOCKS=width % block_w == 0,
+            num_warps=NUM_WARPS,
         )
 
 
@@ -146,25 +150,43 @@ def _indices_to_slots_kernel(
     stride_ow,
     W,
     B,
-    pages,
+    positions,
     PAGE_SIZE: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    WHOLE_BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    offs_w = tl.program_id(1).to(tl.int64) * BLOCK_W + tl.arange(0, BLOCK_W)
-    mask_w = offs_w < W
+    slot_type: tl.constexpr = out_ptr.dtype.element_ty
+    # Loads no wider than 16 bytes of slots: else data would move between threads.
+    ELEMENTS: tl.constexpr = 128 // slot_type.primitive_bitwidth
+    offs_w = tl.program_id(1).to(tl.int64) * BLOCK_W
+    offs_w += tl.max_contiguous(tl.arange(0, BLOCK_W), ELEMENTS)
+    mask_w = (offs_w < W) | WHOLE_BLOCKS  # a mask known to be true costs nothing
     request = tl.load(request_ptr + row * stride_r).to(tl.int64)
     position = tl.load(
         indices_ptr + row * stride_it + offs_w * stride_iw, mask=mask_w, other=-1
     )  # [BLOCK_W]
-    block = position // PAGE_SIZE
-    blocks = tl.where((request >= 0) & (request < B), pages, 0)  # a bad request has no table
-    found = (position >= 0) & (block < blocks)
-    entry = table_ptr + request * stride_tb + block.to(tl.int64) * stride_tp
-    page = tl.load(entry, mask=found, other=-1).to(tl.int64)
-    slot = page * PAGE_SIZE + position % PAGE_SIZE
-    # An int32 slot that wrapped around could look valid and address another request's token.
-    fits = slot == slot.to(out_ptr.dtype.element_ty).to(tl.int64)
-    slot = tl.where(found & (page >= 0) & fits, slot, -1)
-    out = out_ptr + row * stride_ot + offs_w * stride_ow
-    tl.store(out, slot.to(out_ptr.dtype.element_ty), mask=mask_w)
+    bits = position.to(tl.uint32, bitcast=True)  # of a negative position: 2³¹ or more
+    known = tl.where((request >= 0) & (request < B), positions, 0)  # a bad request has no table
+    block = (bits // PAGE_SIZE).to(tl.int64)
+    entry = table_ptr + request * stride_tb + block * stride_tp
+    page = tl.load(entry, mask=bits < known, other=-1)
+    slot = _slot(page, bits % PAGE_SIZE, PAGE_SIZE, slot_type)
+    tl.store(out_ptr + row * stride_ot + offs_w * stride_ow, slot, mask=mask_w)
+
+
+@triton.jit
+def _slot(page, offset, PAGE_SIZE: tl.constexpr, dtype: tl.constexpr):
+    """page·S + offset; −1 where the page is negative or the slot too large for dtype.
+
+    A slot that wrapped around could look valid and address another request's token.
+    """
+    END: tl.constexpr = 2147483648
+    page_bits = page.to(tl.uint32, bitcast=True)  # of a negative page: END or more
+    if dtype == tl.int64:
+        fits = page_bits < END
+    else:
+        fits = page_bits < END // PAGE_SIZE
+        if END % PAGE_SIZE != 0:
+            fits |= (page_bits == END // PAGE_SIZE) & (offset < END % PAGE_SIZE)
+    return tl.where(fits, page.to(dtype) * PAGE_SIZE + offset.to(dtype), -1)

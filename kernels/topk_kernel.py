@@ -48,9 +48,8 @@ def launch_topk(
         if plan.splits > 1:
             state = logits.new_empty((rows, STATE_FIELDS + 2 * plan.splits), dtype=torch.int32)
             state_args = (state, state.stride(0))
-            grid = (rows, plan.splits)
             _sample_kernel[(rows,)](*x_args, *state_args, k, **constants)
-            _flag_kernel[grid](*x_args, *scratch_args, *state_args, **constants)
+            _flag_kernel[(rows, plan.splits)](*x_args, *scratch_args, *state_args, **constants)
             _finish_kernel[(rows,)](
                 *x_args, *scratch_args, *out_args, *state_args, plan.splits, **constants
             )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_indexer.kernels.backend import INTERPRET
 from lightning_indexer.kernels.paged_mqa_logits import paged_mqa_logits
 from lightning_indexer.kernels.slots import indices_to_slots
 from lightning_indexer.kernels.topk import topk_indices
@@ -50,6 +51,24 @@ def test_rows_of_a_request_read_its_whole_table_line() -> None:
     indices, requests = torch.arange(4).expand(4, 4).int(), torch.tensor([0, 0, 1, 1]).int()
     slots = indices_to_slots(indices, table, requests, 1)
     assert slots.tolist() == [[1, 2, 3, 4]] * 2 + [[5, 6, 7, 8]] * 2
+
+
+def test_score_columns_past_a_narrow_table_are_never_looked_up() -> None:
+    # flashinfer-ai/flashinfer#2486: scores 1024 wide over a table of 32 slots a request.
+    torch.manual_seed(0)
+    rows = 2 if INTERPRET else 8
+    logits = torch.randn(rows, 1024)
+    logits[:, 32:] = 1e30
+    table = torch.full((rows, 33), 555, dtype=torch.int32)[:, :32]  # 555 lies behind the lines
+    table[:] = torch.randperm(32 * rows).view(rows, 32)
+    kept = topk_indices(logits, 16, None, torch.full((rows,), 32))
+    best = logits[:, :32].argsort(1, descending=True)[:, :16].sort(1).values
+    assert torch.equal(kept, best.int())
+    requests = torch.arange(rows)
+    assert torch.equal(indices_to_slots(kept, table, requests, 1), table.gather(1, best))
+    unaware = topk_indices(logits, 16)  # lengths forgotten: positions that the table does not have
+    assert (unaware >= 32).all()
+    assert (indices_to_slots(unaware, table, requests, 1) == -1).all()
 
 
 @pytest.mark.parametrize("batch, next_n", [(32, 1), (33, 2)])

@@ -117,6 +117,34 @@ def test_slot_beyond_int32_is_minus_one_there_and_kept_in_int64() -> None:
     assert indices_to_slots(indices, table, request, 64, out=out).tolist() == [[2**32 + 5, 70]]
 
 
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "page_size, page, offset",
+    [(1, 2**31 - 1, 0), (48, 44_739_242, 31), (64, 2**25 - 1, 63), (2**30, 1, 2**30 - 1)],
+)
+def test_greatest_int32_slot_is_kept(
+    page_size: int, page: int, offset: int, slot_dtype: torch.dtype
+) -> None:
+    indices, table, request = _int32([[offset]], [[page]], [0])
+    out = torch.empty((1, 1), dtype=slot_dtype)
+    assert indices_to_slots(indices, table, request, page_size, out=out).item() == 2**31 - 1
+
+
+@pytest.mark.parametrize("page_size", [48, 64])
+def test_slot_after_the_greatest_int32_needs_int64(page_size: int) -> None:
+    page, offset = divmod(2**31, page_size)
+    indices, table, request = _int32([[offset]], [[page]], [0])
+    out = torch.empty((1, 1), dtype=torch.int64)
+    assert indices_to_slots(indices, table, request, page_size).item() == -1
+    assert indices_to_slots(indices, table, request, page_size, out=out).item() == 2**31
+
+
+def test_table_longer_than_int32_positions_serves_all_of_them() -> None:
+    indices, request = _int32([[2**31 - 1, 2**31 - 64, -(2**31)]], [0])
+    table = torch.tensor([[7]], dtype=torch.int32).expand(1, 2**26)
+    assert indices_to_slots(indices, table, request, 64).tolist() == [[7 * 64 + 63, 7 * 64, -1]]
+
+
 def test_row_wider_than_a_program_is_converted_whole() -> None:
     indices = torch.arange(-1, 2499, dtype=torch.int32)[None]
     table = torch.arange(40, dtype=torch.int32).flip(0)[None]

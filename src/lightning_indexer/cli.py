@@ -1,4 +1,4 @@
-"""The command line: `generate` runs the demo model, `train` makes its weights."""
+"""The command line: the demo model, its training, and the report on compiled kernels."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from . import terminal
+from .kernels.backend import HAS_TRITON
 from .tinylm import checkpoint
 from .tinylm.config import TinyConfig
 from .tinylm.corpus import python_topics
@@ -147,6 +148,51 @@ def train_command(
         f"{card['parameters']} parameters, validation {card['validation_nats_per_byte']} nats a"
         f" byte, in {out}"
     )
+
+
+@app.command(name="compile-report")
+def compile_report(
+    targets: Annotated[
+        str, typer.Option(help="Compile for these, separated by commas.")
+    ] = "sm_80,sm_90,sm_100,sm_120,gfx942",
+    op: Annotated[str | None, typer.Option(help="Compile the kernels of this op only.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the rows to this file; - is stdout.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Processes at a time (default: one a core).", min=1)
+    ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(help="Where compiled kernels are kept, by default under ~/.cache."),
+    ] = None,
+) -> None:
+    """Compile every kernel for GPUs that need not be here, and report what the machine code costs.
+
+    Ends with exit code 1 if a kernel does not compile, cannot be counted, or spills registers.
+    """
+    if not HAS_TRITON:
+        raise typer.BadParameter("compiling kernels needs Triton, which is not installed")
+    from .offline import pool, table
+    from .offline.case import TARGETS
+    from .offline.report import report, to_json
+
+    chosen = list(dict.fromkeys(targets.split(",")))
+    if unknown := [name for name in chosen if name not in TARGETS]:
+        raise typer.BadParameter(f"--targets knows {', '.join(TARGETS)}, got {unknown[0]!r}")
+    with table.compile_bar() as on_done:
+        compiled = pool.compile_all(chosen, op, jobs=jobs, folder=cache, on_done=on_done)
+    if not compiled:
+        raise typer.BadParameter(f"--op: no kernel of an op {op!r}")
+    result = report(compiled)
+    to_stdout = json_file is not None and str(json_file) == "-"
+    table.print_report(result, Console(stderr=to_stdout))
+    if to_stdout:
+        sys.stdout.write(to_json(result))
+    elif json_file is not None:
+        json_file.write_text(to_json(result), "utf-8")
+    if any(k.error or k.uncounted or k.spill_bytes for _, k in compiled):
+        raise typer.Exit(1)
 
 
 def _prompts(given: list[str] | None, file: Path | None) -> list[str]:

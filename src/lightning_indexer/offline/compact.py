@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from ..kernels.backend import Target
+from ..kernels.backend import Target, triton
 from ..kernels.compact import MAX_ROWS_IN_PLACE, NUM_WARPS, _compact_kernel, slice_shape
-from .case import CompileCase
+from .case import CompileCase, Work
+
+WIDTH = 2048
 
 
 def cases(target: Target) -> list[CompileCase]:
@@ -21,6 +23,14 @@ def cases(target: Target) -> list[CompileCase]:
 
 def _case(n: int, buffers: int, rows: str) -> CompileCase:
     block_n, block_w = slice_shape(n)
+    work = Work(
+        unit="element",
+        shape={"n": n, "W": WIDTH, "buffers": buffers},
+        # The code holds a slice for each buffer; a program runs one. Count a program for all.
+        units=n * block_w * buffers,
+        programs=triton.cdiv(WIDTH, block_w),
+        bytes=4 + 4 + (8 if rows == "i64" else 4) / block_w,
+    )
     return CompileCase(
         "compact_topk_indices",
         f"n={n} buffers={buffers} rows {rows}",
@@ -37,4 +47,6 @@ def _case(n: int, buffers: int, rows: str) -> CompileCase:
         constexprs={"stride_rn": 1, "BLOCK_N": block_n, "BLOCK_W": block_w},
         num_warps=NUM_WARPS,
         divisible=("rows_ptr",),
+        dtype="int32",
+        work=(work,),
     )

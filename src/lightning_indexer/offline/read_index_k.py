@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from ..kernels.backend import Target, triton
 from ..kernels.read_index_k import TILE, _read_index_k_kernel
-from .case import CompileCase
+from .case import CompileCase, Work
 
 _FILL = {"u8": 0, "i16": 0x7FC0, "i32": 0x7FC00000}
+_DTYPES = {"u8": "fp8", "i16": "bf16", "i32": "fp32"}
 PAGE_SIZE = 64
+KEYS = 2**20
 
 
 def cases(target: Target) -> list[CompileCase]:
@@ -22,6 +24,16 @@ def cases(target: Target) -> list[CompileCase]:
 
 def _case(payload: str, head_dim: int, requests: int) -> CompileCase:
     block_d = triton.next_power_of_2(head_dim)
+    block_n = max(TILE // block_d, 1)
+    size = {"u8": 1, "i16": 2, "i32": 4}[payload]
+    searched = 8 * (requests.bit_length() + 1)  # the ends of requests that a key looks at
+    work = Work(
+        unit="key",
+        shape={"keys": KEYS, "B": requests, "D": head_dim},
+        units=block_n,
+        programs=triton.cdiv(KEYS, block_n),
+        bytes=2 * size * head_dim + (8 if payload == "u8" else 0) + 4 + searched,
+    )
     signature = {
         "values_ptr": f"*{payload}",
         "stride_vp": "i32",
@@ -49,7 +61,7 @@ def _case(payload: str, head_dim: int, requests: int) -> CompileCase:
         "PAGE_SIZE": PAGE_SIZE,
         "FILL": _FILL[payload],
         "STEPS": requests.bit_length(),
-        "BLOCK_N": max(TILE // block_d, 1),
+        "BLOCK_N": block_n,
         "BLOCK_D": block_d,
     }
     divisible = ["values_ptr", "stride_vp", "table_ptr", "ends_ptr", "out_ptr"]
@@ -68,4 +80,6 @@ def _case(payload: str, head_dim: int, requests: int) -> CompileCase:
         signature,
         constexprs,
         divisible=tuple(divisible),
+        dtype=_DTYPES[payload],
+        work=(work,),
     )

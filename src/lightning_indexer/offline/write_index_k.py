@@ -10,9 +10,11 @@ from ..kernels.write_index_k import (
     TILE,
     _write_index_k_kernel,
 )
-from .case import CompileCase
+from .case import CompileCase, Work
 
 PAGE_SIZE = 64
+KEYS = 8192
+_BYTES = {"u8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def cases(target: Target) -> list[CompileCase]:
@@ -31,6 +33,18 @@ def cases(target: Target) -> list[CompileCase]:
 def _case(k: str, cache: str, head_dim: int, slots: str, ue8m0: bool = False) -> CompileCase:
     block_d = triton.next_power_of_2(head_dim)
     block_n = max(TILE // block_d, 1)
+    block_s = max(SCAN_TILE // block_n, 1)
+    later = (KEYS + block_n) / 2  # slots from a program's first key to the last, on average
+    work = Work(
+        unit="key",
+        shape={"n": KEYS, "D": head_dim},
+        units=block_n,
+        programs=triton.cdiv(KEYS, block_n),
+        bytes=(_BYTES[k] + _BYTES[cache]) * head_dim
+        + (4 if cache == "u8" else 0)
+        + (8 if slots == "i64" else 4) * (1 + later / block_n),
+        trips={"_last_writer": later / block_s},
+    )
     signature = {
         "values_ptr": f"*{cache}",
         "stride_vp": "i32",
@@ -55,7 +69,7 @@ def _case(k: str, cache: str, head_dim: int, slots: str, ue8m0: bool = False) ->
         "MIN_AMAX": MIN_AMAX,
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
-        "BLOCK_S": max(SCAN_TILE // block_n, 1),
+        "BLOCK_S": block_s,
     }
     divisible = ["values_ptr", "stride_vp", "k_ptr", "slots_ptr", "capacity"]
     if head_dim % 16 == 0:
@@ -72,4 +86,6 @@ def _case(k: str, cache: str, head_dim: int, slots: str, ue8m0: bool = False) ->
         signature,
         constexprs,
         divisible=tuple(divisible),
+        dtype="fp8" if cache == "u8" else cache,
+        work=(work,),
     )
