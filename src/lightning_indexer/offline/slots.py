@@ -10,12 +10,13 @@ ROWS = 4096
 
 
 def cases(target: Target) -> list[CompileCase]:
-    """Rows of whole blocks, one with a tail, few positions; pages of 64 tokens, 48 and one."""
+    """Rows of whole blocks and one with a tail; pages of 64 tokens, 48 and one."""
     return [
         _case(2048, 64, "i32"),
         _case(2048, 64, "i64"),
-        _case(2000, 48, "i64"),
-        _case(16, 1, "i64"),
+        _case(2000, 64, "i32"),
+        _case(2048, 48, "i32"),
+        _case(2048, 1, "i64"),
     ]
 
 
