@@ -1,16 +1,20 @@
 """Speculative decoding with a shared selection: batches, hooks, runners and verification."""
 
-from .autoregressive import AutoRegressiveSpeculator, DraftModel
-from .batch import RequestRows, StepBatch, target_batch, with_hidden
+from .autoregressive import AutoRegressiveSpeculator
+from .batch import target_batch, with_hidden
 from .check import IndexSharingError, SharingReport, check_index_sharing
 from .config import SpeculatorConfig
+from .draft_model import DraftModel
 from .generate import GenerationResult, TargetModel, generate
 from .mtp import MTPSpeculator
 from .overlap import OverlapProbe
 from .recorded import CaptureError, RecordedRunner
+from .rejection import rejection_sample
 from .runner import EagerRunner, GraphRunner, GraphStateError
+from .sampling import Purpose, SamplingParams, draw_tokens, token_probabilities, uniform_at
 from .sharing import SharesTopkIndices, SharingCapability, find_sharing
 from .stats import SpeculatorStats
+from .step_batch import RequestRows, StepBatch
 from .verify import verify_greedy
 
 __all__ = [
@@ -24,8 +28,10 @@ __all__ = [
     "IndexSharingError",
     "MTPSpeculator",
     "OverlapProbe",
+    "Purpose",
     "RecordedRunner",
     "RequestRows",
+    "SamplingParams",
     "SharesTopkIndices",
     "SharingCapability",
     "SharingReport",
@@ -34,9 +40,13 @@ __all__ = [
     "StepBatch",
     "TargetModel",
     "check_index_sharing",
+    "draw_tokens",
     "find_sharing",
     "generate",
+    "rejection_sample",
     "target_batch",
+    "token_probabilities",
+    "uniform_at",
     "verify_greedy",
     "with_hidden",
 ]

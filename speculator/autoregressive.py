@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Protocol
+from collections.abc import Hashable
 
 import torch
 
-from ..kernels.checks import check_int, check_tensor
 from .batch import DraftBatches, StepBatch
 from .config import SpeculatorConfig
+from .draft_model import DraftModel, StepObserver
+from .draft_sampler import DraftSampler
+from .round_checks import check_round
 from .runner import EagerRunner, GraphRunner
+from .sampling import SamplingParams
 from .stats import SpeculatorStats
-
-#: Called after decode step s ≥ 1 with the step and its batch; must not change any output.
-StepObserver = Callable[[int, StepBatch], None]
-
-
-class DraftModel(Protocol):
-    """What a speculator drives."""
-
-    def forward(self, batch: StepBatch) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [Tp, hidden_size] of the batch's rows.
-
-        Or a pair: the states that `compute_logits` takes, and those fed to the next step.
-        """
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab] of hidden states [n, hidden_size]."""
 
 
 class AutoRegressiveSpeculator:
-    """Drafts K tokens a round for every request, greedily.
+    """Drafts K tokens a round for every request, greedily or by sampling.
 
     Owns the whole control flow. A subclass overrides the four hooks, and `graph_state`, and
     nothing else; every hook gets the real number of requests, however batches are padded.
@@ -74,7 +60,17 @@ class AutoRegressiveSpeculator:
         self._feedback = torch.zeros(
             (config.max_num_reqs, config.hidden_size), dtype=config.dtype, device=config.device
         )
+        self._sampler = DraftSampler(config)
         self.load_draft_model(model)
+
+    @property
+    def draft_probs(self) -> torch.Tensor | None:
+        """[max_num_reqs, K, V] float64: what the last sampling round drew its drafts from.
+
+        Row r is request r's of that round; what belongs to no draft is unspecified. The next
+        sampling round overwrites it, at the same address. None without the config's vocab_size.
+        """
+        return self._sampler.draft_probs
 
     @property
     def last_token_indices(self) -> torch.Tensor:
@@ -110,6 +106,8 @@ class AutoRegressiveSpeculator:
         next_tokens: torch.Tensor,
         *,
         num_speculative_steps: int | None = None,
+        caps: torch.Tensor | None = None,
+        sampling: SamplingParams | None = None,
     ) -> torch.Tensor:
         """Drafts the tokens that follow each request's `next_tokens`.
 
@@ -120,21 +118,35 @@ class AutoRegressiveSpeculator:
             next_tokens: [num_reqs] int: the token sampled after the last unrejected row, or the
                 prompt's next one in chunked prefill.
             num_speculative_steps: this round's K, at most the configured one (the default).
+            caps: [num_reqs] int: most tokens to draft for each request this round, none for 0 or
+                less; a request past its cap writes no cache and sees no key.
+            sampling: drafts are drawn at these temperatures, and `draft_probs` holds what from;
+                None drafts greedily, as temperature 0 does.
 
         Returns:
             [num_reqs, configured K] int64, −1 where nothing was drafted: past this round's K,
-            past max_model_len, and for dummy requests.
+            past the request's cap or max_model_len, and for dummy requests.
 
         Raises:
-            ValueError: when the batch exceeds the configured limits.
+            ValueError: when the batch exceeds the configured limits, or for sampling without the
+                config's vocab_size.
         """
-        steps = self._check_round(target, num_rejected, next_tokens, num_speculative_steps)
+        steps = check_round(
+            self.config,
+            target,
+            num_rejected,
+            next_tokens,
+            steps=num_speculative_steps,
+            caps=caps,
+            sampling=sampling,
+        )
         self.round_steps = steps
         reqs = target.num_reqs
         drafts = self._next_ids.new_full((reqs, self.config.num_speculative_steps), -1)
         if target.num_tokens == 0:
             return drafts
         self.stats.rounds += 1
+        self._sampler.begin(sampling)
         padded = _padded(target.num_tokens, self.config.prefill_sizes)
         batch = self.batches.prefill(
             target,
@@ -142,6 +154,7 @@ class AutoRegressiveSpeculator:
             next_tokens,
             num_tokens_padded=padded,
             num_reqs_padded=self.config.max_num_reqs if self.config.prefill_sizes else reqs,
+            caps=caps,
         )
         self.on_prefill_begin(reqs)
         self._run("prefill", batch)
@@ -197,7 +210,7 @@ class AutoRegressiveSpeculator:
 
     def _run(self, phase: str, batch: StepBatch) -> None:
         self.runner.run(
-            _graph_key(phase, batch),
+            self._graph_key(phase, batch),
             lambda: self._step(phase, batch),
             state=self.graph_state(),
             num_rows=batch.num_tokens,
@@ -205,57 +218,34 @@ class AutoRegressiveSpeculator:
         self.stats.count_forward(batch.num_tokens, reused=self.reusing)
 
     def _capture(self, phase: str, batch: StepBatch) -> None:
-        self.runner.capture(
-            _graph_key(phase, batch),
-            lambda: self._step(phase, batch),
-            state=self.graph_state(),
-            num_rows=batch.num_tokens,
-        )
+        for sampling in self._sampler.modes:
+            self._sampler.sampling = sampling
+            self.runner.capture(
+                self._graph_key(phase, batch),
+                lambda: self._step(phase, batch),
+                state=self.graph_state(),
+                num_rows=batch.num_tokens,
+            )
+
+    def _graph_key(self, phase: str, batch: StepBatch) -> Hashable:
+        return phase, batch.num_tokens_padded, batch.seq_lens.shape[0], self._sampler.sampling
 
     def _step(self, phase: str, batch: StepBatch) -> None:
         """One forward; leaves a draft token and the feedback state of every request."""
         output = self.model.forward(batch)
         for_logits, feedback = output if isinstance(output, tuple) else (output, output)
-        reqs = batch.seq_lens.shape[0]
+        reqs, positions = batch.seq_lens.shape[0], batch.positions
         if phase == "prefill":
-            last = self.last_token_indices[:reqs]
+            last, positions = self.last_token_indices[:reqs], self.batches.last_positions[:reqs]
             for_logits, feedback = for_logits[last], feedback[last]
-        self._next_ids[:reqs] = self.model.compute_logits(for_logits).argmax(dim=-1)
+        logits = self.model.compute_logits(for_logits)
+        self._next_ids[:reqs] = self._sampler.choose(logits, positions)
         self._feedback[:reqs] = feedback
 
     def _keep_drafts(self, drafts: torch.Tensor, step: int) -> None:
         reqs = drafts.shape[0]
         drafts[:, step] = torch.where(self.batches.drafted(step)[:reqs], self._next_ids[:reqs], -1)
-
-    def _check_round(
-        self,
-        target: StepBatch,
-        num_rejected: torch.Tensor,
-        next_tokens: torch.Tensor,
-        steps: int | None,
-    ) -> int:
-        config = self.config
-        most = config.num_speculative_steps
-        steps = most if steps is None else check_int("num_speculative_steps", steps, minimum=0)
-        for name, got, limit in (
-            ("num_speculative_steps", steps, most),
-            ("target.num_reqs", target.num_reqs, config.max_num_reqs),
-            ("target.num_tokens", target.num_tokens, config.max_num_tokens),
-        ):
-            if got > limit:
-                raise ValueError(f"{name} must be at most {limit}, got {got}")
-        if target.page_size != config.page_size:
-            raise ValueError(f"target.page_size must be {config.page_size}, got {target.page_size}")
-        check_tensor(
-            "target.hidden", target.hidden, shape=(target.num_tokens_padded, config.hidden_size)
-        )
-        check_tensor("num_rejected", num_rejected, shape=(target.num_reqs,))
-        check_tensor("next_tokens", next_tokens, shape=(target.num_reqs,))
-        return steps
-
-
-def _graph_key(phase: str, batch: StepBatch) -> Hashable:
-    return phase, batch.num_tokens_padded, batch.seq_lens.shape[0]
+        self._sampler.keep(step, reqs)
 
 
 def _padded(size: int, sizes: tuple[int, ...]) -> int:

@@ -1,75 +1,14 @@
-"""Batches of rows for one forward. Nothing else in the package builds them."""
+"""Builds the batches of rows for one forward. Nothing else in the package does."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from ..indexer.block_table import positions_to_slots
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """The rows of one forward; rows [num_tokens, num_tokens_padded) are padding.
-
-    Attributes:
-        input_ids: [Tp] int64 token ids.
-        positions: [Tp] int64 positions in the rows' sequences.
-        hidden: [Tp, hidden_size] hidden states that a draft model takes as input, and that a
-            target's batch carries as the target's output; [Tp, 0] before the target has run.
-        query_start_loc: [Rp+1] int32, request r's rows are [start[r], start[r+1]).
-        seq_lens: [Rp] int32, tokens a request's last row sees, itself included; 0 for padding.
-        block_table: [Rp, pages] int32 page ids, −1 where none.
-        slot_mapping: [Tp] int64 cache slot of each row, −1 to write none.
-        row_to_request: [Tp] int32 request of each row; a padding row has −1 or a padding request.
-        num_reqs: live requests.
-        num_tokens: live rows.
-        num_tokens_padded: Tp.
-        page_size: S, tokens a page.
-    """
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    hidden: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
-    row_to_request: torch.Tensor
-    num_reqs: int
-    num_tokens: int
-    num_tokens_padded: int
-    page_size: int
-
-    @property
-    def max_context_len(self) -> int:
-        """No row sees more keys: what the block table can address."""
-        return self.block_table.shape[1] * self.page_size
-
-    def context_lens(self) -> torch.Tensor:
-        """[Tp] int32: keys each row sees, itself included; 0 for a row without a slot."""
-        request = self.row_to_request.clamp_min(0).to(torch.int64)
-        rows = torch.arange(self.num_tokens_padded, device=request.device)
-        rows_after = self.query_start_loc[request + 1] - 1 - rows
-        seen = (self.seq_lens[request] - rows_after).clamp_min(0)
-        return torch.where(self.slot_mapping >= 0, seen, 0).to(torch.int32)
-
-
-@dataclass(frozen=True)
-class RequestRows:
-    """Consecutive tokens of one request, to be run by the target.
-
-    Attributes:
-        request: the request's row of the block table.
-        start: position of the first token.
-        token_ids: the tokens.
-    """
-
-    request: int
-    start: int
-    token_ids: Sequence[int]
+from .step_batch import RequestRows, StepBatch
 
 
 def target_batch(
@@ -148,6 +87,8 @@ class DraftBatches:
         self.last_positions = ints(reqs, dtype=torch.int64)
         # [max_num_reqs] tokens up to it; 0 for padding and dummies
         self._last_lens = ints(reqs)
+        # [max_num_reqs] rows from this position on draft nothing
+        self._draft_ends = ints(reqs, dtype=torch.int64)
 
     def prefill(
         self,
@@ -157,6 +98,7 @@ class DraftBatches:
         *,
         num_tokens_padded: int,
         num_reqs_padded: int,
+        caps: torch.Tensor | None = None,
     ) -> StepBatch:
         """Step 0: the target's rows, ids shifted left by one, next tokens at the last rows.
 
@@ -166,6 +108,7 @@ class DraftBatches:
             next_tokens: [num_reqs] the sampled token, or the prompt's next in chunked prefill.
             num_tokens_padded: rows of the batch.
             num_reqs_padded: requests of the batch.
+            caps: [num_reqs] most tokens to draft for each request; None is no cap.
         """
         reqs, tokens = target.num_reqs, target.num_tokens
         copied = min(target.num_tokens_padded, num_tokens_padded)
@@ -189,6 +132,10 @@ class DraftBatches:
         _fill(self.last_positions, self._positions[last], 0)
         lens = target.seq_lens[:reqs] - num_rejected.to(torch.int32)
         _fill(self._last_lens, torch.where(kept & (self._slot_mapping[last] >= 0), lens, 0), 0)
+        self._draft_ends.fill_(self.max_model_len)
+        if caps is not None:
+            ends = self.last_positions[:reqs] + caps.clamp_max(self.max_model_len)
+            self._draft_ends[:reqs] = ends.clamp_max(self.max_model_len)
         return self._view(reqs, tokens, num_tokens_padded, num_reqs_padded)
 
     def decode(
@@ -202,7 +149,8 @@ class DraftBatches:
     ) -> StepBatch:
         """Step s ≥ 1: one row a request, s positions after its last token.
 
-        Padded rows, dummies and rows past max_model_len get slot −1 and length 0.
+        Padded rows, dummies and rows past max_model_len or their request's cap get slot −1 and
+        length 0.
 
         Args:
             step: s.
@@ -247,7 +195,7 @@ class DraftBatches:
 
     def drafted(self, step: int) -> torch.Tensor:
         """[max_num_reqs] bool: whether step s drafts a token for the request."""
-        return (self._last_lens > 0) & (self.last_positions + step < self.max_model_len)
+        return (self._last_lens > 0) & (self.last_positions + step < self._draft_ends)
 
     def _view(self, reqs: int, tokens: int, tokens_padded: int, reqs_padded: int) -> StepBatch:
         return StepBatch(

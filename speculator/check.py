@@ -9,9 +9,10 @@ import torch
 
 from ..indexer.block_table import BlockTable
 from ..indexer.buffer import TopkIndicesBuffer
-from .autoregressive import DraftModel
-from .batch import DraftBatches, RequestRows, StepBatch, target_batch, with_hidden
+from .batch import DraftBatches, target_batch, with_hidden
+from .draft_model import DraftModel
 from .sharing import SharesTopkIndices, find_sharing
+from .step_batch import RequestRows, StepBatch
 
 
 class IndexSharingError(AssertionError):

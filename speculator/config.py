@@ -22,6 +22,8 @@ class SpeculatorConfig:
         page_size: S, tokens a cache page.
         prefill_sizes: padded row counts of step 0, ascending; none pads nothing.
         decode_sizes: padded request counts of the later steps, ascending.
+        vocab_size: the draft's vocabulary, to draft by sampling; without it drafting is greedy,
+            and no probabilities [max_num_reqs, K, vocab_size] are allocated.
         dtype: of hidden states.
         device: where the draft runs.
     """
@@ -34,6 +36,7 @@ class SpeculatorConfig:
     page_size: int = 64
     prefill_sizes: tuple[int, ...] = ()
     decode_sizes: tuple[int, ...] = ()
+    vocab_size: int | None = None
     dtype: torch.dtype = torch.float32
     device: torch.device | str | None = None
 
@@ -41,6 +44,8 @@ class SpeculatorConfig:
         check_int("num_speculative_steps", self.num_speculative_steps, minimum=0)
         for name in ("max_num_reqs", "max_num_tokens", "max_model_len", "hidden_size", "page_size"):
             check_int(name, getattr(self, name), minimum=1)
+        if self.vocab_size is not None:
+            check_int("vocab_size", self.vocab_size, minimum=1)
         for name, limit in (
             ("prefill_sizes", self.max_num_tokens),
             ("decode_sizes", self.max_num_reqs),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from .autoregressive import AutoRegressiveSpeculator, DraftModel, StepObserver
+from .autoregressive import AutoRegressiveSpeculator
 from .config import SpeculatorConfig
+from .draft_model import DraftModel, StepObserver
 from .runner import GraphRunner
 from .sharing import SharingCapability, resolve_sharing
 

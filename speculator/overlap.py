@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .batch import StepBatch
 from .mtp import MTPSpeculator
+from .step_batch import StepBatch
 
 
 class OverlapProbe:

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 from ..indexer.block_table import BlockTable
 from ..kernels.checks import check_int
-from .batch import RequestRows
+from .config import SpeculatorConfig
+from .step_batch import RequestRows
+
+DEFAULT_BATCHED_TOKENS = 2048
 
 
 @dataclass
@@ -21,6 +24,7 @@ class Request:
         end: length at which it is finished.
         computed: leading tokens that the target has cached.
         drafts: proposed tokens, to be verified next.
+        draft_row: the request's row in the round that proposed them.
     """
 
     index: int
@@ -29,6 +33,7 @@ class Request:
     end: int
     computed: int = 0
     drafts: list[int] = field(default_factory=list)
+    draft_row: int = 0
 
     @property
     def finished(self) -> bool:
@@ -82,6 +87,41 @@ def new_requests(
         Request(i, list(prompt), len(prompt), len(prompt) + max_new_tokens)
         for i, prompt in enumerate(prompts)
     ]
+
+
+def row_budget(
+    asked: int | None,
+    num_reqs: int,
+    block_table: BlockTable,
+    limits: SpeculatorConfig | None,
+) -> int:
+    """Target rows a round may have, by default what the speculator's limits allow.
+
+    Raises:
+        ValueError: where limits do not fit together.
+    """
+    if limits is not None:
+        for name, got, need in (
+            ("max_num_reqs", limits.max_num_reqs, num_reqs),
+            ("max_model_len", limits.max_model_len, block_table.max_model_len),
+            ("max_num_tokens", limits.max_num_tokens, asked or 1),
+        ):
+            if got < need:
+                raise ValueError(f"speculator's {name} must be at least {need}, got {got}")
+        if limits.page_size != block_table.page_size:
+            raise ValueError(
+                f"speculator's page_size must be {block_table.page_size}, got {limits.page_size}"
+            )
+    budget = asked
+    if budget is None:
+        budget = limits.max_num_tokens if limits is not None else DEFAULT_BATCHED_TOKENS
+    rows = limits.num_speculative_steps + 1 if limits is not None else 1
+    if budget < num_reqs * rows:
+        raise ValueError(
+            f"max_num_batched_tokens must be at least {num_reqs * rows} (requests × (drafts + 1)),"
+            f" got {budget}"
+        )
+    return budget
 
 
 def schedule(running: Sequence[Request], budget: int) -> list[Scheduled]:

@@ -42,6 +42,7 @@ class Case:
     sharing: bool
     hooks: bool  # MTPSpeculator, or the base class whose hooks do nothing
     pair: bool
+    capped: bool
     seed: int
 
 
@@ -56,6 +57,7 @@ cases = st.builds(
     sharing=st.booleans(),
     hooks=st.booleans(),
     pair=st.booleans(),
+    capped=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 
@@ -88,7 +90,7 @@ def test_drafts_equal_the_oracle_of_each_request_alone(case: Case):
     for _ in range(case.num_rounds):
         rng.shuffle(order)
         steps = rng.randint(0, case.steps)
-        rows, rejected, next_tokens, expected = [], [], [], []
+        rows, rejected, next_tokens, caps, expected = [], [], [], [], []
         for request in order[: rng.randint(1, case.num_requests)]:
             room = min(config.max_model_len - computed[request], 3)
             if room == 0:
@@ -97,10 +99,12 @@ def test_drafts_equal_the_oracle_of_each_request_alone(case: Case):
             rejected.append(rng.randrange(len(tokens)))
             next_tokens.append(rng.randrange(VOCAB))
             rows.append(RequestRows(request, computed[request], tokens))
+            caps.append(rng.randint(0, case.steps + 1))
+            most = min(steps, caps[-1]) if case.capped else steps
             drafts = oracles[request].propose(
-                computed[request], tokens, rejected[-1], next_tokens[-1], steps
+                computed[request], tokens, rejected[-1], next_tokens[-1], most
             )
-            expected.append([*drafts, *[-1] * (case.steps - steps)])
+            expected.append([*drafts, *[-1] * (case.steps - most)])
             computed[request] += len(tokens) - rejected[-1]
         if not rows:
             break
@@ -109,6 +113,7 @@ def test_drafts_equal_the_oracle_of_each_request_alone(case: Case):
             torch.tensor(rejected, dtype=rng.choice([torch.int32, torch.int64])),
             torch.tensor(next_tokens),
             num_speculative_steps=steps,
+            caps=torch.tensor(caps) if case.capped else None,
         )
         assert got.dtype == torch.int64
         assert got.shape == (len(rows), case.steps)

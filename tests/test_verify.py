@@ -53,3 +53,11 @@ def test_nothing_drafted_is_never_accepted():
     accepted, next_tokens = verify_greedy(torch.tensor([[-1, 5]]), torch.tensor([[-1]]))
     assert accepted.tolist() == [0]
     assert next_tokens.tolist() == [-1]
+
+
+def test_request_in_mid_prompt_accepts_nothing_and_goes_on_with_its_prompt():
+    target, drafts = torch.tensor([[4, 5], [4, 5]]), torch.tensor([[4], [4]])
+    prompt = torch.tensor([7, -1])
+    accepted, next_tokens = verify_greedy(target, drafts, prompt_tokens=prompt)
+    assert accepted.tolist() == [0, 1]
+    assert next_tokens.tolist() == [7, 5]
