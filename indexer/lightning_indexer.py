@@ -49,6 +49,8 @@ class LightningIndexer(nn.Module):
         linear: Callable[..., nn.Module] = nn.Linear,
     ) -> None:
         super().__init__()
+        if not isinstance(buffer, TopkIndicesBuffer):
+            raise TypeError(f"buffer must be a TopkIndicesBuffer, got {type(buffer).__name__}")
         if buffer.width < config.index_topk:
             raise ValueError(
                 f"buffer must be at least index_topk={config.index_topk} wide, got {buffer.width}"

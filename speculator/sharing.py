@@ -19,7 +19,8 @@ class SharesTopkIndices(Protocol):
     """The part of a draft model that index sharing drives.
 
     A model that also has `topk_buffers`, a list of its `TopkIndicesBuffer`s, gets their state
-    tracked: reusing a selection that is not this round's raises.
+    tracked: reusing a selection that is not this round's raises. An empty list says that there is
+    nothing to share.
     """
 
     def set_skip_topk(self, skip: bool) -> None:
@@ -49,7 +50,10 @@ def find_sharing(draft: Any) -> SharingCapability:
     places = [place for place in (getattr(draft, "model", None), draft) if place is not None]
     for place in places:
         if all(callable(getattr(place, name, None)) for name in CALLABLES):
-            return SharingCapability(place, buffers=tuple(getattr(place, "topk_buffers", ())))
+            buffers = getattr(place, "topk_buffers", None)
+            if buffers is not None and not list(buffers):  # callables that reach no indexer
+                return SharingCapability(None, "a buffer in topk_buffers")
+            return SharingCapability(place, buffers=tuple(buffers or ()))
     lacking = [
         name
         for name in CALLABLES

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 import lightning_indexer as li
+from lightning_indexer.indexer import sharing as indexer_sharing
 from toy import (
     VOCAB,
     DraftOracle,
@@ -99,7 +101,7 @@ def test_draft_without_a_buffer_is_not_said_to_share() -> None:
     # ROCm/ATOM#2008: the callables were there, on a wrapper that has no buffer.
     draft = toy_draft(toy_config(3))
     draft.topk_buffers = []
-    with pytest.raises(li.IndexSharingError, match="has no topk_buffers"):
+    with pytest.raises(li.IndexSharingError, match="a buffer in topk_buffers"):
         li.check_index_sharing(draft, hidden_size=3, index_topk=4)
 
 
@@ -223,3 +225,16 @@ def test_unequal_numbers_of_rows_are_neither_padded_nor_mixed(counts: list[int])
     assert torch.equal(buffer[:total], torch.cat(alone))
     assert (buffer[:total] < lens[:total, None]).all()
     assert (buffer[total:] == MARKER).all()
+
+
+def test_callables_that_reach_no_indexer_are_not_taken_for_sharing() -> None:
+    # ROCm/ATOM#2008: the hooks of the outer model found no layer, and every step recomputed.
+    class Wrapper(nn.Module):
+        config: ClassVar = {"index_share_for_mtp_iteration": True}
+        set_skip_topk = indexer_sharing.set_skip_topk
+        compact_topk_indices = indexer_sharing.compact_topk_indices
+        topk_buffers = property(indexer_sharing.topk_buffers_of)
+
+    with pytest.warns(RuntimeWarning, match="Wrapper lacks a buffer in topk_buffers"):
+        speculator = li.MTPSpeculator(Wrapper(), toy_config(3))
+    assert not speculator.share_mtp_topk_indices
