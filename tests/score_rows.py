@@ -96,7 +96,7 @@ def small_plan(seed: int) -> TopkPlan:
         capacity=(16, 64)[seed // 8 % 2],
         samples=(8, 16)[seed // 4 % 2],
         threads=8,  # tiles of 256 scores
-        pop_words=(4, 16)[seed // 4 % 2],
+        pop_words=(8, 32)[seed // 4 % 2],
         launch_rows=1,
         splits=(1, 3)[seed // 2 % 2],
         histogram=bool(seed % 2),

@@ -27,8 +27,8 @@ def test_long_rows_are_exact_whatever_the_sample_says(kind: str, k: int) -> None
 
 @pytest.mark.parametrize("seed", range(16))
 def test_every_plan_gives_the_same_indices(seed: int) -> None:
-    x = torch.cat([scores(1, 700, regime, seed) for regime in ("normal", "rounded", "relu")])
-    starts, ends = torch.tensor([0, 3, 2]), torch.tensor([700, 650, 699])
+    x = torch.cat([scores(1, 600, regime, seed) for regime in ("normal", "rounded")])
+    starts, ends = torch.tensor([0, 3]), torch.tensor([600, 550])
     for k in (9, 300):
         with in_small_pieces(seed=seed):
             got = topk_indices(x, k, starts, ends)
