@@ -4,13 +4,14 @@ from .autoregressive import AutoRegressiveSpeculator
 from .batch import target_batch, with_hidden
 from .check import IndexSharingError, SharingReport, check_index_sharing
 from .config import SpeculatorConfig
+from .cuda_graphs import CudaGraphRunner
 from .draft_model import DraftModel
 from .generate import GenerationResult, TargetModel, generate
 from .mtp import MTPSpeculator
 from .overlap import OverlapProbe
-from .recorded import CaptureError, RecordedRunner
+from .recorded import RecordedRunner
 from .rejection import rejection_sample
-from .runner import EagerRunner, GraphRunner, GraphStateError
+from .runner import CaptureError, EagerRunner, GraphRunner, GraphStateError
 from .sampling import Purpose, SamplingParams, draw_tokens, token_probabilities, uniform_at
 from .sharing import SharesTopkIndices, SharingCapability, find_sharing
 from .stats import SpeculatorStats
@@ -20,6 +21,7 @@ from .verify import verify_greedy
 __all__ = [
     "AutoRegressiveSpeculator",
     "CaptureError",
+    "CudaGraphRunner",
     "DraftModel",
     "EagerRunner",
     "GenerationResult",

@@ -214,6 +214,7 @@ class AutoRegressiveSpeculator:
             lambda: self._step(phase, batch),
             state=self.graph_state(),
             num_rows=batch.num_tokens,
+            tensors=self._held_tensors(batch),
         )
         self.stats.count_forward(batch.num_tokens, reused=self.reusing)
 
@@ -225,7 +226,12 @@ class AutoRegressiveSpeculator:
                 lambda: self._step(phase, batch),
                 state=self.graph_state(),
                 num_rows=batch.num_tokens,
+                tensors=self._held_tensors(batch),
             )
+
+    def _held_tensors(self, batch: StepBatch) -> tuple[torch.Tensor, ...]:
+        """Whose addresses a graph of a step holds."""
+        return *batch.tensors(), self._next_ids, self._feedback, *self._sampler.tensors()
 
     def _graph_key(self, phase: str, batch: StepBatch) -> Hashable:
         return phase, batch.num_tokens_padded, batch.seq_lens.shape[0], self._sampler.sampling

@@ -44,6 +44,13 @@ class DraftSampler:
             self._params.top_p[:reqs] = params.top_p
             self._params.seed[:reqs] = params.seed
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What `choose` reads and writes in this round."""
+        if not self.sampling:
+            return ()
+        params = self._params
+        return params.temperature, params.top_p, params.seed, self._step_probs
+
     def choose(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[R] int64: the tokens that follow rows at positions [R] with logits [R, V].
 

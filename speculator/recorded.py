@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..indexer.buffer import TopkIndicesBuffer
-from .runner import EagerRunner, GraphStateError, Step
-
-
-class CaptureError(RuntimeError):
-    """A step did something that no graph can hold, such as reading a value back to the host."""
+from .runner import CaptureError, CapturingRunner, Step
 
 
 @dataclass
@@ -32,12 +27,16 @@ class _Call:
                 out.copy_(new)
 
 
-@dataclass
-class _Graph:
-    state: Hashable
-    num_rows: int
-    calls: list[_Call] = field(default_factory=list)
-    written: list[TopkIndicesBuffer] = field(default_factory=list)
+class _Recording:
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+    def replay(self) -> None:
+        for call in self.calls:
+            call.replay()
+
+    def reset(self) -> None:
+        self.calls.clear()
 
 
 class _Recorder(TorchDispatchMode):
@@ -87,7 +86,7 @@ _UNINITIALISED = (
 )
 
 
-class RecordedRunner(EagerRunner):
+class RecordedRunner(CapturingRunner):
     """Captures steps as lists of dispatched ops on their tensors, and replays those.
 
     It has a CUDA graph's semantics on any device: a flag read in Python is baked in, tensors keep
@@ -96,45 +95,11 @@ class RecordedRunner(EagerRunner):
     tensor dispatch no op, and go unnoticed). A key without a graph runs eagerly.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._graphs: dict[Hashable, _Graph] = {}
-
-    def watch(self, buffers: Sequence[TopkIndicesBuffer]) -> None:
-        """See `GraphRunner`."""
-        super().watch(buffers)
-        self._graphs.clear()
-
-    def capture(self, key: Hashable, step: Step, *, state: Hashable, num_rows: int) -> None:
-        """Executes `step` and keeps its ops. A graph that fails half-way is not kept."""
-        graph = _Graph(state, num_rows)
-
-        def recorded() -> None:
-            with _Recorder(graph.calls):
-                step()
-
-        graph.written = self._observe(recorded)
-        self._graphs[key] = graph
-        self._mark(graph)
-
-    def run(self, key: Hashable, step: Step, *, state: Hashable, num_rows: int) -> None:
-        """Replays the graph of `key`; see `GraphRunner`."""
-        graph = self._graphs.get(key)
-        if graph is None:
-            super().run(key, step, state=state, num_rows=num_rows)
-            return
-        if graph.state != state:
-            raise GraphStateError(
-                f"graph {key} was captured in state {graph.state}, now is {state}"
-            )
-        for call in graph.calls:
-            call.replay()
-        self._mark(graph)
-
-    @staticmethod
-    def _mark(graph: _Graph) -> None:
-        for buffer in graph.written:
-            buffer.mark_written(graph.num_rows)
+    def _record(self, step: Step) -> _Recording:
+        recording = _Recording()
+        with _Recorder(recording.calls):
+            step()
+        return recording
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:

@@ -41,6 +41,10 @@ class StepBatch:
     num_tokens_padded: int
     page_size: int
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Every tensor of the batch."""
+        return tuple(value for value in vars(self).values() if isinstance(value, torch.Tensor))
+
     @property
     def max_context_len(self) -> int:
         """No row sees more keys: what the block table can address."""

@@ -360,12 +360,9 @@ def test_tables_of_the_caller_replace_plain_rope():
     assert torch.equal(_run(scaled, cache, batch, rope=given_tables), expected)
 
 
-def test_missing_buffer_is_a_type_error():
+def test_too_narrow_or_too_short_a_buffer_is_refused():
     with pytest.raises(TypeError, match="buffer must be a TopkIndicesBuffer, got NoneType"):
         LightningIndexer(_indexer().config, None)
-
-
-def test_too_narrow_or_too_short_a_buffer_is_refused():
     with pytest.raises(ValueError, match="buffer must be at least index_topk=5 wide, got 4"):
         _indexer(width=4)
     indexer, cache = _indexer(), _cache()

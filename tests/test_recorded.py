@@ -1,29 +1,39 @@
-"""`RecordedRunner`: a graph's semantics on a CPU."""
+"""Runners with graphs: what a replay computes, marks and refuses, whichever runner it is."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from fake_cuda import GRAPH_RUNNERS, graph_runners
 from lightning_indexer.indexer.buffer import SelectionKind, SelectionState, TopkIndicesBuffer
-from lightning_indexer.speculator.recorded import CaptureError, RecordedRunner
-from lightning_indexer.speculator.runner import EagerRunner, GraphStateError
+from lightning_indexer.speculator.runner import CaptureError, EagerRunner, GraphStateError
 
 
-def _capture(step, runner=None, *, state=(), num_rows=2, key="step"):
-    runner = runner or RecordedRunner()
-    runner.capture(key, step, state=state, num_rows=num_rows)
-    return runner
+@pytest.fixture(params=GRAPH_RUNNERS)
+def runner(request, monkeypatch):
+    with graph_runners(request.param, monkeypatch) as kind:
+        yield kind()
 
 
-def _run(runner, *, state=(), num_rows=2, key="step"):
+def _capture(step, runner, *, state=(), num_rows=2, key="step", tensors=()):
+    runner.capture(key, step, state=state, num_rows=num_rows, tensors=tensors)
+
+
+def _run(runner, *, state=(), num_rows=2, key="step", tensors=()):
     def unexpected():
         raise AssertionError("a replay runs no Python")
 
-    runner.run(key, unexpected, state=state, num_rows=num_rows)
+    runner.run(key, unexpected, state=state, num_rows=num_rows, tensors=tensors)
 
 
-def test_replay_computes_anew_from_what_the_inputs_hold_now():
+def _runs_eagerly(runner, key="step") -> bool:
+    ran = []
+    runner.run(key, lambda: ran.append(1), state=("any",), num_rows=99)
+    return ran == [1]
+
+
+def test_replay_computes_anew_from_what_the_inputs_hold_now(runner):
     x, out = torch.arange(6.0).reshape(2, 3), torch.zeros(2)
 
     def step():
@@ -32,30 +42,30 @@ def test_replay_computes_anew_from_what_the_inputs_hold_now():
         out.copy_(scratch.sum(0))
         out.add_(1)
 
-    runner = _capture(step)
+    _capture(step, runner)
     for _ in range(3):
         x.copy_(torch.rand(2, 3))
         _run(runner)
         assert torch.equal(out, (x.t()[1:] * 2).sum(0) + 1)
 
 
-def test_values_read_in_python_are_baked_in():
+def test_values_read_in_python_are_baked_in(runner):
     flag, out = [True], torch.zeros(2)
-    runner = _capture(lambda: out.fill_(1.0 if flag[0] else 2.0))
+    _capture(lambda: out.fill_(1.0 if flag[0] else 2.0), runner)
     flag[0] = False
     out.zero_()
     _run(runner)
     assert out.tolist() == [1, 1]
 
 
-def test_integer_indexing_is_captured():
+def test_integer_indexing_is_captured(runner):
     x, index, out = torch.arange(5), torch.tensor([3, 1]), torch.zeros(2, dtype=torch.int64)
 
     def step():
         out.copy_(x[index])
         x[index] = -out
 
-    runner = _capture(step)
+    _capture(step, runner)
     index.copy_(torch.tensor([0, 4]))
     x.copy_(torch.arange(5) + 10)
     _run(runner)
@@ -63,7 +73,7 @@ def test_integer_indexing_is_captured():
     assert x.tolist() == [-10, 11, 12, 13, -14]
 
 
-def test_ops_of_the_package_are_captured():
+def test_ops_of_the_package_are_captured(runner):
     from lightning_indexer.kernels.compact import compact_topk_indices
     from lightning_indexer.kernels.slots import indices_to_slots
 
@@ -76,7 +86,7 @@ def test_ops_of_the_package_are_captured():
         compact_topk_indices(buffer, rows)
         out.copy_(indices_to_slots(buffer[:2], table, owner, 4))
 
-    runner = _capture(step)
+    _capture(step, runner)
     buffer.copy_(torch.arange(6).reshape(3, 2))
     rows.copy_(torch.tensor([1, 0]))
     _run(runner)
@@ -97,54 +107,99 @@ def test_ops_of_the_package_are_captured():
     ],
     ids=["item", "bool", "nonzero", "mask", "masked_select", "unique", "mask write"],
 )
-def test_step_that_reads_device_values_is_refused(step):
+def test_step_that_reads_device_values_is_refused(step, runner):
     x = torch.tensor([1.0, -1.0, 2.0])
-    runner = RecordedRunner()
     with pytest.raises(CaptureError):
         runner.capture("step", lambda: step(x), state=(), num_rows=3)
-    ran = []
-    runner.run("step", lambda: ran.append(1), state=(), num_rows=3)
-    assert ran == [1]  # the graph was not kept: the step runs eagerly
+    assert _runs_eagerly(runner)
 
 
-def test_failed_capture_is_not_kept():
+def test_failed_capture_keeps_nothing(runner):
+    # half of the graphs beside eager steps would be a state that nobody has tested
     out = torch.zeros(1)
 
     def step():
         out.add_(1)
         raise RuntimeError("half-way")
 
-    runner = RecordedRunner()
+    _capture(lambda: out.fill_(1), runner, key="another")
     with pytest.raises(RuntimeError, match="half-way"):
-        runner.capture("step", step, state=(), num_rows=1)
-    runner.run("step", lambda: out.fill_(7), state=(), num_rows=1)
-    assert out.tolist() == [7]
+        _capture(step, runner)
+    assert _runs_eagerly(runner)
+    assert _runs_eagerly(runner, "another")
+    _capture(lambda: out.fill_(3), runner)
+    out.zero_()
+    _run(runner)
+    assert out.tolist() == [3]
 
 
-def test_unknown_key_runs_eagerly():
+def test_unknown_key_runs_eagerly(runner):
     out = torch.zeros(1)
-    runner = _capture(lambda: out.fill_(1))
-    runner.run("other", lambda: out.fill_(2), state=("any",), num_rows=1)
-    assert out.tolist() == [2]
+    _capture(lambda: out.fill_(1), runner)
+    assert _runs_eagerly(runner, "other")
 
 
-def test_replay_in_another_state_is_refused():
+def test_replay_in_another_state_is_refused(runner):
     out = torch.zeros(1)
-    runner = _capture(lambda: out.add_(1), state=(True,))
+    _capture(lambda: out.add_(1), runner, state=(True,))
     with pytest.raises(GraphStateError, match=r"captured in state \(True,\), now is \(False,\)"):
         _run(runner, state=(False,))
     assert out.tolist() == [1]
 
 
-def _tracked() -> TopkIndicesBuffer:
-    buffer = TopkIndicesBuffer(6, 2)
+def test_replay_of_more_rows_is_refused(runner):
+    out = torch.zeros(4)
+    _capture(lambda: out.add_(1), runner, num_rows=4)
+    for num_rows in (4, 3, 0):
+        _run(runner, num_rows=num_rows)
+    before = out.tolist()
+    with pytest.raises(GraphStateError, match="captured for 4 rows, now has 5"):
+        _run(runner, num_rows=5)
+    assert out.tolist() == before
+
+
+MOVES = {
+    "address": lambda x: x.clone(),
+    "shape": lambda x: x[:3],
+    "strides": lambda x: x.t(),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_replay_with_a_moved_tensor_is_refused(move, runner):
+    x, out = torch.ones(4, 4), torch.zeros(4, 4)
+    _capture(lambda: out.add_(x), runner, tensors=(x, out))
+    _run(runner, tensors=(x, out))
+    before = out.tolist()
+    with pytest.raises(GraphStateError, match="a tensor has moved since graph step was captured"):
+        _run(runner, tensors=(move(x), out))
+    assert out.tolist() == before
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_replay_with_a_moved_selection_buffer_is_refused(move, runner):
+    read, out = _tracked(4, 4), torch.zeros(4, 4, dtype=torch.int32)
+    captured = read.indices  # stays alive, as a graph's memory does
+    runner.watch([_tracked(), read])
+    _capture(lambda: out.add_(captured), runner)
+    read.indices = move(captured)
+    before = out.tolist()
+    with pytest.raises(GraphStateError, match="a tensor has moved since graph step was captured"):
+        _run(runner)
+    assert out.tolist() == before
+    read.indices = captured
+    _run(runner)
+    assert out.tolist() != before
+
+
+def _tracked(rows: int = 6, width: int = 2) -> TopkIndicesBuffer:
+    buffer = TopkIndicesBuffer(rows, width)
     buffer.track()
     return buffer
 
 
-def test_replay_marks_the_buffers_that_the_capture_wrote():
+def test_replay_marks_the_buffers_that_the_capture_wrote(runner):
     written, untouched = _tracked(), _tracked()
-    runner = RecordedRunner()
     runner.watch([written, untouched])
     _capture(lambda: written.rows(4).fill_(1), runner, num_rows=4)
     runner.end_capture()
@@ -164,17 +219,16 @@ def test_eager_run_marks_the_rows_it_was_given():
     assert untouched.state.kind is SelectionKind.EMPTY
 
 
-def test_watching_other_buffers_forgets_the_graphs():
+def test_watching_other_buffers_forgets_the_graphs(runner):
     out = torch.zeros(1)
-    runner = _capture(lambda: out.fill_(1))
+    _capture(lambda: out.fill_(1), runner)
     runner.watch([_tracked()])
-    runner.run("step", lambda: out.fill_(2), state=(), num_rows=1)
-    assert out.tolist() == [2]
+    assert _runs_eagerly(runner)
 
 
-def test_second_capture_replaces_the_first():
+def test_second_capture_replaces_the_first(runner):
     out = torch.zeros(1)
-    runner = _capture(lambda: out.fill_(1))
+    _capture(lambda: out.fill_(1), runner)
     _capture(lambda: out.fill_(2), runner)
     out.zero_()
     _run(runner)

@@ -26,6 +26,7 @@ from .kernels.write_index_k import write_index_k
 from .speculator import (
     AutoRegressiveSpeculator,
     CaptureError,
+    CudaGraphRunner,
     DraftModel,
     EagerRunner,
     GenerationResult,
@@ -63,6 +64,7 @@ __all__ = [
     "AutoRegressiveSpeculator",
     "BlockTable",
     "CaptureError",
+    "CudaGraphRunner",
     "DraftModel",
     "EagerRunner",
     "GenerationResult",
