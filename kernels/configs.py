@@ -1,12 +1,13 @@
 """Launch tables, in plain Python: tiles follow from architecture, dtype, H and D alone.
 
 Timing never picks a tile, nor does T, L or the batch, because a tile fixes the order in which a
-score is summed, and with it the score's bits.
+score is summed, and with it the score's bits. What the entries cost, and what was tried beside
+them, is in docs/kernels.md.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -16,49 +17,78 @@ from .backend import Target
 
 @dataclass(frozen=True)
 class ScoreConfig:
-    """The tile of `mqa_logits` and `paged_mqa_logits`."""
+    """The tile of `mqa_logits` and `paged_mqa_logits`.
+
+    A program holds `block_keys` keys and scores them for up to `block_rows` query rows. Heads are
+    multiplied `dot_heads` at a time, and a key's products are added into `sums` partial sums.
+    """
 
     block_keys: int
     block_rows: int
     block_h: int
+    dot_heads: int
+    sums: int
     chunk_d: int
     num_warps: int
-    num_stages: int
-
-
-#: Keys of a tile by the size block_h·chunk_d of a query operand, the widest that no dtype spills.
-_KEYS_IN_SHARED_MEMORY = {8192: 128, 16384: 128, 32768: 64}  # wgmma, tcgen05 read operands there
-_KEYS_IN_REGISTERS = {8192: 128, 16384: 64, 32768: 32}
+    num_stages: int = 2
+    #: NVIDIA's compiler aims at round numbers of programs, and may spill a little to get there.
+    max_registers: int | None = None
 
 
 @cache
-def score_config(target: Target, dtype: torch.dtype, heads: int, head_dim: int) -> ScoreConfig:
-    """The tile for queries of `dtype` (uint8: e4m3fn)."""
+def score_config(
+    target: Target, dtype: torch.dtype, key_dtype: torch.dtype, heads: int, head_dim: int
+) -> ScoreConfig:
+    """The tile for queries and keys of these dtypes (uint8: e4m3fn)."""
     block_h = max(16, _power_of_2(heads))
-    block_rows = 8  # one read of the keys serves 8 rows, and 8 drafts of a request
+    wide = max(32, _power_of_2(head_dim))  # 32: the K of an fp8 tensor instruction
     if target.backend == "interpreter":
         # programs and slices are what costs; wide fp32 keys still come in slices, as on a GPU
-        block_rows, block_keys, chunk_d = 4, 128, max(32, _power_of_2(head_dim))
-        if dtype == torch.float32:
-            chunk_d = min(chunk_d, 64)
-    elif dtype == torch.float32:
+        chunk_d = min(wide, 64) if dtype == torch.float32 else wide
+        return ScoreConfig(128, 4, block_h, block_h, block_h // 2, chunk_d, 4)
+    if dtype == torch.float32:
         # without tensor cores a thread holds whole operand rows, so D is read in slices
-        block_keys, chunk_d = 64, 16
-    else:
-        chunk_d = max(32, _power_of_2(head_dim))  # 32: the K of an fp8 tensor instruction
-        shared = target.backend == "cuda" and target.arch in (90, 100)
-        table = _KEYS_IN_SHARED_MEMORY if shared else _KEYS_IN_REGISTERS
-        block_keys = table[max(8192, block_h * chunk_d)]
-        if dtype == torch.uint8 and not target.has_fp8_dot and block_h * chunk_d > 8192:
-            block_keys //= 2  # decoding bytes takes registers of its own
-    return ScoreConfig(
-        block_keys=block_keys,
-        block_rows=block_rows,
+        return ScoreConfig(64, 16, block_h, block_h, block_h // 2, 16, 4, max_registers=255)
+    fnuz = dtype == torch.uint8 and target.arch == "gfx942"
+    as_it_is = dtype == torch.uint8 and target.has_fp8_dot
+    tile = _tensor_core_tile(target, one_byte=fnuz or as_it_is)
+    keys, warps = tile.block_keys, tile.num_warps
+    if key_dtype == torch.uint8 and not (fnuz or as_it_is):
+        keys = min(keys, 32 * warps)  # decoding keys takes registers of its own
+    keys = keys * 64 // max(64, block_h) * 128 // max(128, wide)
+    if target.arch in (90, 100):
+        keys = max(keys, 16 * warps)  # what wgmma and tcgen05 take
+    return replace(
+        tile,
+        block_keys=keys,
         block_h=block_h,
-        chunk_d=chunk_d,
-        num_warps=4,
-        num_stages=2,
+        dot_heads=min(tile.dot_heads, block_h),
+        sums=min(tile.sums, block_h // 2),
+        chunk_d=wide,
     )
+
+
+def _tensor_core_tile(target: Target, one_byte: bool) -> ScoreConfig:
+    """The tile at H=64, D=128, for operands of one byte or two.
+
+    256 keys and 16 rows read 40 bytes of fp8 a score; 16 rows are all drafts of a request.
+    """
+    if target.backend == "hip":
+        if one_byte:  # encoding 256 keys costs as much as scoring 5 rows
+            return ScoreConfig(256, 32, 64, 64, 8, 128, 4)
+        # 32 KiB of the 64 that a compute unit has: two programs
+        return ScoreConfig(128, 16, 64, 64, 8, 128, 4)
+    if target.arch == 90:
+        # 8 sums: those that one thread's columns of wgmma belong to. Two-byte queries take
+        # addresses that 4 warps have no registers for.
+        return ScoreConfig(256, 16, 64, 64, 8, 128, 4 if one_byte else 8)
+    if target.arch == 100:
+        # 2 sums: a thread has all heads of a key, and packs two additions
+        return ScoreConfig(256, 16, 64, 64, 2, 128, 4 if one_byte else 8)
+    # mma.sync: 32 heads at a time, so that all warps lie along the keys and no sum crosses them
+    if one_byte:
+        return ScoreConfig(256, 16, 64, 32, 8, 128, 8, max_registers=255)
+    return ScoreConfig(128, 16, 64, 32, 16, 128, 4)  # three programs of 168 registers
 
 
 def _power_of_2(n: int) -> int:

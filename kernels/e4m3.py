@@ -36,3 +36,14 @@ def e4m3_to_fp16(byte):
     shifted = (((bits & 0x80) << 8) | (magnitude << 7)).to(tl.float16, bitcast=True)
     nan_bits = tl.full(byte.shape, 0x7E00, tl.uint16)
     return tl.where(magnitude == 0x7F, nan_bits.to(tl.float16, bitcast=True), shifted * 256.0)
+
+
+@triton.jit
+def e4m3_to_fnuz(byte):
+    """The e4m3fnuz byte of half the value of e4m3fn bytes (uint8), NaN included.
+
+    Read as fnuz, whose bias is 8, a byte is already half its e4m3fn value; but fnuz has one zero,
+    and NaN where e4m3fn has -0.
+    """
+    nan = (byte & 0x7F) == 0x7F
+    return tl.where(nan, 0x80, tl.where(byte == 0x80, 0, byte)).to(tl.uint8)

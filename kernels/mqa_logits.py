@@ -10,7 +10,8 @@ from .e4m3 import as_bytes
 from .registry import register_op
 from .score_args import check_ragged_args, check_windows
 from .score_cpu import CpuScorer, widen_into
-from .score_tile import load_keys, score_row, tile_constants
+from .score_queries import encoded_queries
+from .score_tile import cut, load_keys, score_row, tile_constants, typed
 
 
 def mqa_logits(
@@ -118,13 +119,14 @@ def _launch(
     out: torch.Tensor,
 ) -> None:
     (rows, heads, head_dim), length = q.shape, k.shape[0]
-    constants = tile_constants(target_of(out.device), q.dtype, heads, head_dim)
+    constants = tile_constants(target_of(out.device), q.dtype, k.dtype, heads, head_dim)
     grid = (
         triton.cdiv(rows, constants["BLOCK_ROWS"]),
         triton.cdiv(length, constants["BLOCK_KEYS"]),
     )
     scale = weights if k_scale is None else k_scale  # any pointer: it is never read
     with on_device_of(out):
+        q = encoded_queries(q[None], constants["OPERAND"])[0]
         _mqa_logits_kernel[grid](
             q,
             *q.stride(),
@@ -175,11 +177,16 @@ def _mqa_logits_kernel(
     HAS_SCALE: tl.constexpr,
     OPERAND: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    DOT_HEADS: tl.constexpr,
+    SUMS: tl.constexpr,
     CHUNK_D: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    USE_PTX: tl.constexpr,
     FIXED_ROWS: tl.constexpr,
 ):
+    q_ptr = typed(q_ptr, OPERAND)
+    k_ptr = typed(k_ptr, OPERAND)
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
     offs_t = first_row + tl.arange(0, BLOCK_ROWS)
     offs_l = tl.program_id(1).to(tl.int64) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
@@ -192,7 +199,7 @@ def _mqa_logits_kernel(
     overlap = (ends > starts) & (starts < tile_start + BLOCK_KEYS) & (ends > tile_start)
     if tl.max(overlap.to(tl.int32)) > 0:
         key_ptrs = k_ptr + offs_l * stride_kl
-        keys = load_keys(key_ptrs, stride_kd, mask_l, 0, D, CHUNK_D, OPERAND)
+        keys = load_keys(key_ptrs, stride_kd, mask_l, 0, D, CHUNK_D, OPERAND, USE_PTX)
         if HAS_SCALE:
             scale = tl.load(scale_ptr + offs_l * stride_scale, mask=mask_l, other=0.0)
         for i in range(BLOCK_ROWS if FIXED_ROWS else num_rows):
@@ -210,16 +217,23 @@ def _mqa_logits_kernel(
                 H,
                 D,
                 BLOCK_H,
+                DOT_HEADS,
+                SUMS,
                 CHUNK_D,
                 OPERAND,
+                USE_PTX,
             )
             if HAS_SCALE:
                 scores = scores * scale
-            start = tl.load(starts_ptr + t * stride_starts)
-            end = tl.load(ends_ptr + t * stride_ends)
-            visible = (offs_l >= start) & (offs_l < end)
+            start = cut(tl.load(starts_ptr + t * stride_starts), L)
+            width = cut(tl.load(ends_ptr + t * stride_ends), L) - start
+            # one compare: an offset before the start is a huge unsigned number
+            offs = tile_start - start + tl.arange(0, BLOCK_KEYS)
+            visible = offs.to(tl.uint32) < tl.maximum(width, 0).to(tl.uint32)
             scores = tl.where(visible, scores, float("-inf"))
             tl.store(out_ptr + t * stride_ot + offs_l * stride_ol, scores, mask=mask_l)
     else:
-        out_ptrs = out_ptr + offs_t[:, None] * stride_ot + offs_l[None, :] * stride_ol
-        tl.store(out_ptrs, float("-inf"), mask=mask_t[:, None] & mask_l[None, :])
+        for i in range(BLOCK_ROWS if FIXED_ROWS else num_rows):
+            t = tl.minimum(first_row + i, T - 1)
+            nothing = tl.full((BLOCK_KEYS,), float("-inf"), tl.float32)
+            tl.store(out_ptr + t * stride_ot + offs_l * stride_ol, nothing, mask=mask_l)
