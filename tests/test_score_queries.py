@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from lightning_indexer.kernels.backend import INTERPRET, tl
+from lightning_indexer.kernels.backend import tl
 from lightning_indexer.kernels.score_queries import encoded_queries
 from scoring import FP8, strided
 
-pytestmark = pytest.mark.skipif(not INTERPRET, reason="a GPU kernel, run by the interpreter")
+pytestmark = pytest.mark.interpreter
 
 #: Every byte, as queries [B, N, H, D].
 BYTES = torch.arange(256, dtype=torch.uint8).view(2, 4, 2, 16)

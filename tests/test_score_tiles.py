@@ -11,7 +11,7 @@ import torch
 from lightning_indexer.kernels import mqa_logits as ragged_module
 from lightning_indexer.kernels import paged_mqa_kernel as paged_module
 from lightning_indexer.kernels import score_tile
-from lightning_indexer.kernels.backend import INTERPRET, Target
+from lightning_indexer.kernels.backend import Target
 from lightning_indexer.kernels.configs import ScoreConfig, score_config
 from lightning_indexer.kernels.mqa_logits import mqa_logits
 from lightning_indexer.kernels.paged_mqa_logits import paged_mqa_logits
@@ -21,7 +21,7 @@ from lightning_indexer.testing.compare import assert_matches
 from paged_scoring import PagedCase, gathered
 from scoring import FP32, ScoreCase, same_bits, score_bound
 
-pytestmark = pytest.mark.skipif(not INTERPRET, reason="a CPU has one tile, a GPU its own")
+pytestmark = pytest.mark.interpreter
 
 INF = float("inf")
 DTYPES = (
