@@ -1,4 +1,4 @@
-"""Test set-up: one thread, hypothesis profiles, and a count of property examples per op.
+"""Test set-up: one thread, hypothesis profiles, and counts of property examples and faults.
 
 Plain `pytest` tests the CPU path; `TRITON_INTERPRET=1 pytest` runs the same tests through the
 Triton kernels, but for those marked `once`, and those marked `interpreter` besides. Tests marked
@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from counting import EXAMPLES
+from counting import COUNTERS, EXAMPLES, INJECTED, RECOVERED
 from lightning_indexer.kernels.backend import INTERPRET
 
 torch.set_num_threads(1)
@@ -42,13 +42,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Under pytest-xdist, a worker hands its counts to the controller…"""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["examples"] = dict(EXAMPLES)
+        counts = {name: dict(counter) for name, counter in COUNTERS.items()}
+        session.config.workeroutput["counts"] = counts
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """…which adds them up."""
-    EXAMPLES.update(getattr(node, "workeroutput", {}).get("examples", {}))
+    for name, counts in getattr(node, "workeroutput", {}).get("counts", {}).items():
+        COUNTERS[name].update(counts)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -56,3 +58,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("property examples executed")
         for op, count in sorted(EXAMPLES.items()):
             terminalreporter.write_line(f"{op:28} {count:6}")
+    if INJECTED:
+        terminalreporter.section("faults injected / recovered")
+        for step, count in sorted(INJECTED.items()):
+            terminalreporter.write_line(f"{step:28} {count:6} / {RECOVERED[step]}")
+        terminalreporter.write_line(f"{'all':28} {INJECTED.total():6} / {RECOVERED.total()}")

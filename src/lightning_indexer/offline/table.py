@@ -56,8 +56,9 @@ def _table(op: str, rows: list[Row]) -> Table:
     table = Table(title=f"{op}, per {' or '.join(units)}", title_justify="left", box=None)
     table.add_column("kernel", max_width=38)
     for name in _COLUMNS:
-        table.add_column(name, justify="left" if name in ("target", "tensor op") else "right")
-    table.add_column("estimate µs, H200", justify="right", max_width=16)
+        left = name in ("target", "tensor op")
+        table.add_column(name, justify="left" if left else "right", no_wrap=not left)
+    table.add_column("estimate µs, H200", justify="right", min_width=8, max_width=16)
     by_launch = sorted(rows, key=lambda row: _launch(rows, row))
     for _, group in groupby(by_launch, key=_name):
         launch = list(group)
