@@ -183,8 +183,8 @@ def _count_digits(
 @triton.jit
 def _take_counts(bins_ptr):
     """The counts, and zeros in their place, ready for the next atomic additions."""
-    counts = tl.atomic_xchg(
-        bins_ptr + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32), sem="relaxed", scope="cta"
-    )
+    # not an exchange, for which Triton 3.6 names an instruction that AMD does not have
+    zeros = tl.zeros((BINS,), tl.int32)
+    counts = tl.atomic_and(bins_ptr + tl.arange(0, BINS), zeros, sem="relaxed", scope="cta")
     tl.debug_barrier()
     return counts
