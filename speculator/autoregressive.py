@@ -186,26 +186,26 @@ class AutoRegressiveSpeculator:
         """Captures every padded size on dummy batches, firing the same hooks as `propose`.
 
         No live cache is touched: every slot is −1. A configured K of 1 or less captures no decode
-        step and fires no decode hooks.
+        step and fires no decode hooks. When it fails, no graph is left.
         """
         reqs = self.config.max_num_reqs
         self.round_steps = self.config.num_speculative_steps
-        counted = dict(vars(self.stats))
+        counted, failed = dict(vars(self.stats)), True
         try:
             self.on_prefill_begin(reqs)
             for size in reversed(self.config.prefill_sizes or (reqs,)):
                 self._capture("prefill", self.batches.dummy(size, reqs))
             self.on_prefill_end(reqs)
-            if self.round_steps <= 1:
-                return
-            try:
-                self.on_multi_step_decode_begin(reqs)
-                for size in reversed(self.config.decode_sizes):
-                    self._capture("decode", self.batches.dummy(size, size))
-            finally:
-                self.on_multi_step_decode_end(reqs)
+            if self.round_steps > 1:
+                try:
+                    self.on_multi_step_decode_begin(reqs)
+                    for size in reversed(self.config.decode_sizes):
+                        self._capture("decode", self.batches.dummy(size, size))
+                finally:
+                    self.on_multi_step_decode_end(reqs)
+            failed = False
         finally:
-            self.runner.end_capture()
+            self.runner.end_capture(failed=failed)
             vars(self.stats).update(counted)  # dummies are not counted
 
     def _run(self, phase: str, batch: StepBatch) -> None:

@@ -68,8 +68,8 @@ class GraphRunner(Protocol):
                 has another shape. Nothing has run then.
         """
 
-    def end_capture(self) -> None:
-        """Capturing is over, well or badly: buffers hold dummy rows, which nobody may reuse."""
+    def end_capture(self, *, failed: bool = False) -> None:
+        """Buffers hold dummy rows now, which nobody may reuse; if it failed, no graph is left."""
 
 
 class EagerRunner:
@@ -106,7 +106,7 @@ class EagerRunner:
         """Executes `step`."""
         self._execute(step, num_rows)
 
-    def end_capture(self) -> None:
+    def end_capture(self, *, failed: bool = False) -> None:
         """See `GraphRunner`."""
         for buffer in self._buffers:
             buffer.clear()
@@ -199,6 +199,12 @@ class CapturingRunner(EagerRunner, ABC):
         self._check(key, graph, state, num_rows, tensors)
         graph.recording.replay()
         _mark(graph.written, graph.num_rows)  # no version counter moves in a replay
+
+    def end_capture(self, *, failed: bool = False) -> None:
+        """See `GraphRunner`."""
+        super().end_capture(failed=failed)
+        if failed:
+            self._forget()
 
     @abstractmethod
     def _record(self, step: Step) -> Recording:

@@ -33,10 +33,13 @@ def located(asm: Any, assemble: Assemble) -> bytes:
 
     Triton numbers the lines of inline assembly as if they were source lines: a load of a few
     registers appears to come from lines further down.
+
+    Raises:
+        ValueError: the assembler gave other code the second time, so lines cannot be told.
     """
     cubin = assemble(_without_lines_of_inline_assembly(asm["ptx"]))
     if _code(cubin) != _code(asm["cubin"]):
-        raise RuntimeError("assembling the same PTX again gave other machine code")
+        raise ValueError("assembling the same PTX again gave other machine code")
     return cubin
 
 
