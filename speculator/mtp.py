@@ -8,8 +8,10 @@ from typing import Any
 from .autoregressive import AutoRegressiveSpeculator
 from .config import SpeculatorConfig
 from .draft_model import DraftModel, StepObserver
+from .overlap import OverlapProbe
 from .runner import GraphRunner
 from .sharing import SharingCapability, resolve_sharing
+from .step_batch import StepBatch
 
 
 class MTPSpeculator(AutoRegressiveSpeculator):
@@ -27,10 +29,13 @@ class MTPSpeculator(AutoRegressiveSpeculator):
             `model.config`).
         runner: how steps are executed (default: eagerly).
         observer: called after each decode step, outside any graph.
+        measure_overlap_every: n, to select afresh as well after the decode steps of every n-th
+            round and compare (`overlap`), which changes no draft; None or 0 measures nothing.
 
     Raises:
         StaleSelectionError: from `propose` and `capture`, when the rows to reuse are not this
             round's, one a request.
+        ValueError: for `measure_overlap_every` when there is no sharing to measure.
     """
 
     def __init__(
@@ -41,11 +46,17 @@ class MTPSpeculator(AutoRegressiveSpeculator):
         draft_config: Any = None,
         runner: GraphRunner | None = None,
         observer: StepObserver | None = None,
+        measure_overlap_every: int | None = None,
     ) -> None:
         self._draft_config = draft_config
         #: Whether the draft shares its selection; set by `load_draft_model`.
         self.share_mtp_topk_indices = False
         super().__init__(model, config, runner=runner, observer=observer)
+        #: How much of a fresh selection the shared one holds, by step; None if not measured.
+        self.overlap: OverlapProbe | None = None
+        if measure_overlap_every is not None and measure_overlap_every != 0:
+            self.overlap = OverlapProbe(self, measure_overlap_every)
+            self.observer = _in_turn(self.overlap, observer)
 
     def load_draft_model(self, model: DraftModel, draft_config: Any = None) -> None:
         """Drives `model` from now on, and finds out whether it can share.
@@ -100,3 +111,14 @@ class MTPSpeculator(AutoRegressiveSpeculator):
         if self.sharing.model is not None:
             self.sharing.model.set_skip_topk(skip)
             self.reusing = skip
+
+
+def _in_turn(first: StepObserver, second: StepObserver | None) -> StepObserver:
+    if second is None:
+        return first
+
+    def both(step: int, batch: StepBatch) -> None:
+        first(step, batch)
+        second(step, batch)
+
+    return both

@@ -2,62 +2,80 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from .mtp import MTPSpeculator
+from ..kernels.checks import check_int
 from .step_batch import StepBatch
+
+if TYPE_CHECKING:  # which makes a probe itself
+    from .mtp import MTPSpeculator
 
 
 class OverlapProbe:
-    """A step observer: after each sharing step it lets the draft select afresh, and compares.
+    """A step observer: after a sharing step it lets the draft select afresh, and compares.
 
         overlap(s) = mean over requests of |shared ∩ fresh at step s| / |fresh at step s|
 
-    The shadow forward writes the keys that the real one wrote, and index keys at slots that the
-    next round's step 0 rewrites before anything reads them; the shared rows are put back. Its
-    own hidden states are dropped. Costs one forward a step: a probe, not for timed runs.
+    A shadow forward selects; then the shared rows are put back and the sharing step runs once
+    more, because a draft of several layers has written keys that its selection shaped. Index keys
+    stay at slots that the next round's step 0 rewrites before anything reads them. Both outputs
+    are dropped, and `stats` counts neither. Costs two eager forwards a measured step, and no host
+    synchronisation before `by_step`.
 
     Args:
         speculator: must share its selection, and the draft must have `topk_buffers`.
+        every: measure each round whose number, `stats.rounds`, is a multiple of this.
     """
 
-    def __init__(self, speculator: MTPSpeculator) -> None:
+    def __init__(self, speculator: MTPSpeculator, every: int = 1) -> None:
         if not speculator.share_mtp_topk_indices or not speculator.sharing.buffers:
             raise ValueError(
                 "speculator must share the rows of tracked buffers, got"
                 f" share_mtp_topk_indices={speculator.share_mtp_topk_indices} and"
                 f" {len(speculator.sharing.buffers)} buffers"
             )
+        self.every = check_int("every", every, minimum=1)
         self._speculator = speculator
         steps = max(speculator.config.num_speculative_steps - 1, 0)
-        self._sums = [0.0] * steps
-        self._counts = [0] * steps
+        device = speculator.sharing.buffers[0].indices.device
+        self._sums = torch.zeros(steps, dtype=torch.float64, device=device)
+        self._counts = torch.zeros(steps, dtype=torch.int64, device=device)
 
     def __call__(self, step: int, batch: StepBatch) -> None:
-        """Compares the selections of decode step `step`."""
-        sharing = self._speculator.sharing
-        assert sharing.model is not None, "checked by the constructor"
+        """Compares the selections of decode step `step`, if it shares and its round is due."""
+        speculator = self._speculator
+        if not speculator.reusing or speculator.stats.rounds % self.every:
+            return
+        sharing = speculator.sharing
+        assert sharing.model is not None, "a step reuses rows only if they can be shared"
         kept = [buffer.indices.clone() for buffer in sharing.buffers]
         sharing.model.set_skip_topk(False)
         try:
-            self._speculator.model.forward(batch)
+            speculator.model.forward(batch)
             for buffer, shared in zip(sharing.buffers, kept, strict=True):
                 self._add(step, shared[: batch.num_reqs], buffer.rows(batch.num_reqs))
         finally:
             sharing.model.set_skip_topk(True)
             for buffer, shared in zip(sharing.buffers, kept, strict=True):
                 buffer.indices.copy_(shared)
+        speculator.model.forward(batch)
 
     def by_step(self) -> list[float]:
-        """Mean overlap of steps 1..K−1, 0 for a step that never ran."""
-        pairs = zip(self._sums, self._counts, strict=True)
-        return [total / count if count else 0.0 for total, count in pairs]
+        """Mean overlap of steps 1..K−1, 0 for a step that was never measured."""
+        return (self._sums / self._counts.clamp_min(1)).tolist()
+
+    def rows_by_step(self) -> list[int]:
+        """Rows that the means of steps 1..K−1 are over; a row that selects nothing is not one."""
+        return self._counts.tolist()
 
     def _add(self, step: int, shared: torch.Tensor, fresh: torch.Tensor) -> None:
+        """Takes in selections [R, W], both −1 where a row selects fewer keys."""
+        ascending = shared.sort(dim=1).values
+        at = torch.searchsorted(ascending, fresh.contiguous()).clamp_max(shared.shape[1] - 1)
         selected = fresh >= 0
-        held = (fresh.unsqueeze(2) == shared.unsqueeze(1)).any(2) & selected
+        held = (ascending.gather(1, at) == fresh) & selected
         sizes = selected.sum(1)
-        live = sizes > 0  # rows past max_model_len select nothing
-        shares = held.sum(1)[live] / sizes[live]
-        self._sums[step - 1] += float(shares.sum())
-        self._counts[step - 1] += int(live.sum())
+        self._sums[step - 1] += (held.sum(1).double() / sizes.clamp_min(1)).sum()
+        self._counts[step - 1] += (sizes > 0).sum()  # rows past max_model_len select nothing

@@ -20,6 +20,7 @@ from .tinylm import checkpoint
 from .tinylm.config import TinyConfig
 from .tinylm.corpus import python_topics
 from .tinylm.demo import MODES, Job, Mode, ModeResult, measure_overlap, run_mode
+from .tinylm.sharing_check import build_for_check, check_sharing
 from .tinylm.training import TrainingPlan, train
 
 DEFAULT_PROMPTS = (
@@ -148,6 +149,33 @@ def train_command(
         f"{card['parameters']} parameters, validation {card['validation_nats_per_byte']} nats a"
         f" byte, in {out}"
     )
+
+
+@app.command(name="check-sharing")
+def check_sharing_command(
+    share: Annotated[
+        bool, typer.Option(help="Leave sharing as the draft's config has it, or turn it off.")
+    ] = True,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write what was found to this file.")
+    ] = None,
+) -> None:
+    """Prove, by running it, that the demo model's draft shares its selection, and the right one.
+
+    Ends with exit code 1 and the reason when sharing is not active or not right.
+    """
+    torch.set_num_threads(1)
+    lm, _ = checkpoint.load()
+    outcome = check_sharing(*build_for_check(lm), share=share)
+    console = Console()
+    console.print(terminal.sharing_table(outcome))
+    if json_file is not None:
+        text = json.dumps(outcome.as_json(), indent=2, ensure_ascii=False)
+        json_file.write_text(text + "\n", "utf-8")
+    if outcome.reason is not None:
+        console.print(f"sharing is {outcome.reason}", style="red", markup=False)
+        raise typer.Exit(1)
+    console.print("sharing is active and right")
 
 
 @app.command(name="compile-report")

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .tinylm.demo import ModeResult
+from .tinylm.sharing_check import SharingOutcome
 from .tinylm.training import Progress as TrainingProgress
 
 
@@ -81,6 +82,25 @@ def comparison_table(
         cells = [_shares(overlap_by_step) if name == "shared" else "–" for name in modes]
         table.add_row("overlap with fresh, by step", *cells)
     row("seconds", lambda r: f"{r.seconds:.2f}")
+    return table
+
+
+def sharing_table(outcome: SharingOutcome) -> Table:
+    """What was found and checked of sharing; what did not run has no row."""
+    table = Table(title="Sharing one selection a draft round", show_header=False)
+    table.add_row("capability", outcome.capability)
+    if (checked := outcome.checked) is not None:
+        table.add_row("selection buffers driven", str(checked.num_buffers))
+        table.add_row(
+            "requests / token rows checked", f"{checked.requests} / {checked.rows_checked}"
+        )
+    if (stats := outcome.stats) is not None:
+        table.add_row("rounds / draft forwards", f"{stats.rounds} / {stats.forwards}")
+        table.add_row("rows computed", str(stats.rows_computed))
+        table.add_row("rows reused", str(stats.rows_reused))
+        table.add_row("rows compacted", str(stats.rows_compacted))
+    if outcome.overlap_by_step is not None:
+        table.add_row("overlap with fresh, by step", _shares(outcome.overlap_by_step))
     return table
 
 
