@@ -6,7 +6,7 @@ No choice here changes an index: the rule is exact, so a plan is a matter of tim
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 
 from .backend import Target, triton
 
@@ -65,7 +65,7 @@ class TopkPlan:
         return words, triton.cdiv(1 + 2 * words + self.capacity + counts, 16) * 16
 
 
-@cache
+@lru_cache(maxsize=4096)  # rows and lengths vary from call to call
 def plan_topk(target: Target, multiprocessors: int, rows: int, length: int) -> TopkPlan:
     """The plan for [rows, length] scores. k plays no part: large ones are found between bounds."""
     histogram = target.backend != "hip"
