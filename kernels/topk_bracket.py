@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from .backend import tl, triton
 from .topk_keys import MIN_KEY, find_key, load_scores, to_keys
+from .topk_plan import DIGITS
 
 NO_HI = tl.constexpr(0xFF800001)  # above every key
-BINS = tl.constexpr(2048)
+BINS = tl.constexpr(DIGITS)
 
 # What to do with a bracket.
 ONE_WORD = tl.constexpr(0)  # hi is NO_HI: flag what is at least lo, the list holds it
