@@ -4,7 +4,7 @@ from .block_table import BlockTable
 from .buffer import SelectionKind, SelectionState, StaleSelectionError, TopkIndicesBuffer
 from .config import IndexerConfig
 from .index_k_cache import IndexKCache
-from .layer_plan import layer_roles
+from .layer_plan import layer_roles, stage_roles
 from .lightning_indexer import LightningIndexer
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "StaleSelectionError",
     "TopkIndicesBuffer",
     "layer_roles",
+    "stage_roles",
 ]

@@ -42,19 +42,29 @@ class TopkIndicesBuffer:
 
     Args:
         max_rows: M, at least the larger of max_num_tokens and max_num_reqs.
-        width: W, at least index_topk.
+        width: W, at least index_topk + append_columns.
+        append_columns: columns at the end of a row that no indexer writes: a speculator puts
+            there positions made after the selection (K − 1 of them).
         device: where the rows live.
 
     A buffer belongs to one stream.
     """
 
     def __init__(
-        self, max_rows: int, width: int, *, device: torch.device | str | None = None
+        self,
+        max_rows: int,
+        width: int,
+        *,
+        append_columns: int = 0,
+        device: torch.device | str | None = None,
     ) -> None:
         check_int("max_rows", max_rows, minimum=1)
-        check_int("width", width, minimum=1)
+        self.append_columns = check_int("append_columns", append_columns, minimum=0)
+        check_int("width", width, minimum=1 + append_columns)
         with torch.inference_mode(False):  # an inference tensor has no version counter
             self.indices = torch.full((max_rows, width), -1, dtype=torch.int32, device=device)
+        # A view with a version counter of its own: appending is no selection
+        self._appended = self.indices.data[:, width - append_columns :]
         #: [M] int64: position of the token that each request's row was selected for.
         self.anchor_positions = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
         self.generation = 0
@@ -92,6 +102,26 @@ class TopkIndicesBuffer:
     def new_generation(self) -> None:
         """A new round begins: what the rows hold now is old."""
         self.generation += 1
+        self.forget_appended()
+
+    def append(self, positions: torch.Tensor, last_positions: torch.Tensor) -> None:
+        """Puts `positions` into the appended columns of the first rows; device work alone.
+
+        A position that is n after the row's last one goes to column n − 1 of them.
+
+        Args:
+            positions: [n] int64: of the rows' new tokens, −1 to append nothing.
+            last_positions: [n] int64: what the rows' selections were made for.
+        """
+        column = (positions - last_positions - 1).clamp(0, self.append_columns - 1)
+        rows = self._appended[: positions.shape[0]]
+        held = rows.gather(1, column.unsqueeze(1))
+        new = positions.unsqueeze(1).to(torch.int32)
+        rows.scatter_(1, column.unsqueeze(1), torch.where(new >= 0, new, held))
+
+    def forget_appended(self) -> None:
+        """Empties the appended columns."""
+        self._appended.fill_(-1)
 
     def clear(self) -> None:
         """Forgets the selection (after a capture, whose rows are dummies)."""
@@ -124,6 +154,12 @@ class TopkIndicesBuffer:
         most = anchor_positions.shape[0]
         self.indices[num_reqs:most].fill_(-1)
         self.anchor_positions[:most] = anchor_positions
+        fresh = self.state.generation == self.generation
+        if self.state.kind is SelectionKind.PER_TOKEN and fresh:
+            self.state = SelectionState(SelectionKind.PER_REQUEST, num_reqs, self.generation)
+
+    def mark_refreshed(self, num_reqs: int) -> None:
+        """A decode step has selected afresh: the rows it wrote stand for requests already."""
         fresh = self.state.generation == self.generation
         if self.state.kind is SelectionKind.PER_TOKEN and fresh:
             self.state = SelectionState(SelectionKind.PER_REQUEST, num_reqs, self.generation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from .config import read_field
@@ -37,6 +38,33 @@ def layer_roles(config: Any) -> tuple[str, ...]:
     draft = read_field(config, "num_nextn_predict_layers", 0)
     roles = _hidden_roles(config, hidden)
     return ("full", *roles[1:], *("full",) * draft)
+
+
+def stage_roles(
+    roles: Sequence[str], first: int, end: int, *, receives_selection: bool = False
+) -> tuple[str, ...]:
+    """The roles of layers [first, end), a pipeline stage, if it can run.
+
+    Args:
+        roles: of all layers, from `layer_roles`.
+        first: the stage's first layer.
+        end: the layer after its last one.
+        receives_selection: whether the stage before hands its selection over, into the first
+            rows of this stage's buffer, with every batch.
+
+    Raises:
+        ValueError: when the range is empty or outside the layers; or when the first layer is
+            shared and nothing hands it a selection: it would read rows that nobody wrote.
+    """
+    if not 0 <= first < end <= len(roles):
+        raise ValueError(f"layers [first, end) must lie in [0, {len(roles)}), got [{first}, {end})")
+    if roles[first] == "shared" and not receives_selection:
+        full = [layer for layer, role in enumerate(roles) if role == "full"]
+        raise ValueError(
+            f"first must be a full layer (of {full}) unless receives_selection, got layer {first},"
+            " which is shared: the stage would read a selection that nobody has written"
+        )
+    return tuple(roles[first:end])
 
 
 def _hidden_roles(config: Any, hidden: int) -> list[str]:

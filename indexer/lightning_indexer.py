@@ -24,7 +24,8 @@ class LightningIndexer(nn.Module):
 
     Checkpoint names are those of DeepSeek-V3.2 and GLM: `wq_b`, `wk`, `k_norm`, `weights_proj`.
     With `skip_topk` set, `forward` does no work at all and hands out the rows of the shared
-    buffer as an earlier step (compacted to one a request) left them.
+    buffer as an earlier step (compacted to one a request) left them; only with
+    `writes_skipped_index_k` it still caches the rows' keys.
 
     Args:
         config: sizes, RoPE style and base.
@@ -51,13 +52,15 @@ class LightningIndexer(nn.Module):
         super().__init__()
         if not isinstance(buffer, TopkIndicesBuffer):
             raise TypeError(f"buffer must be a TopkIndicesBuffer, got {type(buffer).__name__}")
-        if buffer.width < config.index_topk:
+        if buffer.width - buffer.append_columns < config.index_topk:
             raise ValueError(
                 f"buffer must be at least index_topk={config.index_topk} wide, got {buffer.width}"
+                f" of which {buffer.append_columns} are for appended positions"
             )
         self.config = config
         self.buffer = buffer
         self.skip_topk = False
+        self.writes_skipped_index_k = False
         heads, dim = config.index_n_heads, config.index_head_dim
         self.wq_b = linear(config.q_lora_rank, heads * dim, bias=False)
         self.wk = linear(config.hidden_size, dim, bias=False)
@@ -72,6 +75,10 @@ class LightningIndexer(nn.Module):
     def set_skip_topk(self, skip: bool) -> None:
         """Turns reuse of the buffer's rows on or off."""
         self.skip_topk = skip
+
+    def set_write_skipped_index_k(self, write: bool) -> None:
+        """With True, skipping forwards still cache their keys, for a selection later on."""
+        self.writes_skipped_index_k = write
 
     def compact_topk_indices(self, rows: torch.Tensor) -> None:
         """Row i of the buffer becomes its old row rows[i]: one row per request, in place."""
@@ -138,9 +145,10 @@ class LightningIndexer(nn.Module):
             ValueError: when the buffer has fewer than T rows, or the config needs `rope`.
         """
         rows = self.buffer.rows(hidden.shape[0])
+        if not self.skip_topk or self.writes_skipped_index_k:
+            cache.write(self._score_dtype(self.key(hidden, positions, rope)), slot_mapping)
         if self.skip_topk:
             return rows
-        cache.write(self._score_dtype(self.key(hidden, positions, rope)), slot_mapping)
         q = self._score_dtype(self.query(q_resid, positions, rope))
         paged_select_topk(
             q.unsqueeze(1),

@@ -1,4 +1,4 @@
-"""The two callables of index sharing, for any module that holds lightning indexers."""
+"""The callables of index sharing, for any module that holds lightning indexers."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ def set_skip_topk(model: nn.Module, skip: bool) -> None:
     """Sets the flag on every indexer inside `model`."""
     for indexer in indexers_of(model):
         indexer.set_skip_topk(skip)
+
+
+def set_write_skipped_index_k(model: nn.Module, write: bool) -> None:
+    """Sets on every indexer inside `model` whether skipping forwards still cache their keys."""
+    for indexer in indexers_of(model):
+        indexer.set_write_skipped_index_k(write)
 
 
 def compact_topk_indices(model: nn.Module, rows: torch.Tensor) -> None:

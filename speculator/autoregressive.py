@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from .batch import DraftBatches, StepBatch
+from .batch import StepBatch
 from .config import SpeculatorConfig
 from .draft_model import DraftModel, StepObserver
-from .draft_sampler import DraftSampler
+from .draft_steps import DraftSteps
 from .round_checks import check_round
 from .runner import EagerRunner, GraphRunner
 from .sampling import SamplingParams
@@ -45,22 +46,12 @@ class AutoRegressiveSpeculator:
         self.stats = SpeculatorStats()
         #: Whether forwards reuse the selection now; moved by the hooks.
         self.reusing = False
+        #: Decode steps that are multiples of it select afresh amid others that reuse.
+        self.refresh_every: int | None = None
         #: K of the round in progress.
         self.round_steps = config.num_speculative_steps
-        self.batches = DraftBatches(
-            max_num_reqs=config.max_num_reqs,
-            max_num_tokens=config.max_num_tokens,
-            max_model_len=config.max_model_len,
-            page_size=config.page_size,
-            hidden_size=config.hidden_size,
-            dtype=config.dtype,
-            device=config.device,
-        )
-        self._next_ids = torch.zeros(config.max_num_reqs, dtype=torch.int64, device=config.device)
-        self._feedback = torch.zeros(
-            (config.max_num_reqs, config.hidden_size), dtype=config.dtype, device=config.device
-        )
-        self._sampler = DraftSampler(config)
+        self.steps = DraftSteps(config, self.runner)
+        self.batches = self.steps.batches
         self.load_draft_model(model)
 
     @property
@@ -70,7 +61,7 @@ class AutoRegressiveSpeculator:
         Row r is request r's of that round; what belongs to no draft is unspecified. The next
         sampling round overwrites it, at the same address. None without the config's vocab_size.
         """
-        return self._sampler.draft_probs
+        return self.steps.sampler.draft_probs
 
     @property
     def last_token_indices(self) -> torch.Tensor:
@@ -79,7 +70,7 @@ class AutoRegressiveSpeculator:
 
     def load_draft_model(self, model: DraftModel) -> None:
         """Drives `model` from now on."""
-        self.model = model
+        self.model = self.steps.model = model
         self.runner.watch(())  # also forgets the graphs of the model before
 
     def on_prefill_begin(self, num_reqs: int) -> None:
@@ -97,6 +88,10 @@ class AutoRegressiveSpeculator:
     def graph_state(self) -> Hashable:
         """What a captured graph bakes in besides shapes; a replay under another value raises."""
         return ()
+
+    def reselection(self, num_reqs: int) -> AbstractContextManager[None]:
+        """Around a decode step that selects afresh, every `refresh_every` steps."""
+        return nullcontext()
 
     @torch.no_grad()
     def propose(
@@ -142,44 +137,65 @@ class AutoRegressiveSpeculator:
         )
         self.round_steps = steps
         reqs = target.num_reqs
-        drafts = self._next_ids.new_full((reqs, self.config.num_speculative_steps), -1)
-        if target.num_tokens == 0:
-            return drafts
-        self.stats.rounds += 1
-        self._sampler.begin(sampling)
-        padded = _padded(target.num_tokens, self.config.prefill_sizes)
-        batch = self.batches.prefill(
-            target,
-            num_rejected,
-            next_tokens,
-            num_tokens_padded=padded,
-            num_reqs_padded=self.config.max_num_reqs if self.config.prefill_sizes else reqs,
-            caps=caps,
-        )
+        self.steps.begin(sampling)
+        if target.num_tokens > 0:
+            self.stats.rounds += 1
+            padded = bool(self.config.prefill_sizes)
+            batch = self.batches.prefill(
+                target,
+                num_rejected,
+                next_tokens,
+                num_tokens_padded=_padded(target.num_tokens, self.config.prefill_sizes),
+                num_reqs_padded=self.config.max_num_reqs if padded else reqs,
+                caps=caps,
+            )
+            self._round(batch, reqs)
+        return self.steps.drafts[:reqs].clone()
+
+    def _round(self, batch: StepBatch, reqs: int) -> None:
+        """Step 0 over `batch`, then the later steps, between the hooks."""
         self.on_prefill_begin(reqs)
-        self._run("prefill", batch)
+        self.steps.prefill(batch, self.graph_state())
+        self.stats.count_forward(batch.num_tokens, reused=self.reusing)
         self.on_prefill_end(reqs)
-        if steps > 0:
-            self._keep_drafts(drafts, 0)
-        if steps <= 1:
-            return drafts
+        if self.round_steps > 0:
+            self.steps.keep_drafts(0, reqs)
+        if self.round_steps <= 1:
+            return
         try:
             self.on_multi_step_decode_begin(reqs)
-            for step in range(1, steps):
-                batch = self.batches.decode(
-                    step,
-                    self._next_ids,
-                    self._feedback,
-                    num_reqs=reqs,
-                    num_reqs_padded=_padded(reqs, self.config.decode_sizes),
-                )
-                self._run("decode", batch)
-                self._keep_drafts(drafts, step)
-                if self.observer is not None:
-                    self.observer(step, batch)
+            for steps, refresh in self._segments(self.round_steps):
+                with self.reselection(reqs) if refresh else nullcontext():
+                    self._decode(steps, reqs, refresh)
         finally:
             self.on_multi_step_decode_end(reqs)
-        return drafts
+
+    def _decode(self, steps: range, reqs: int, refresh: bool) -> None:
+        """Consecutive decode steps under one value of the flag."""
+        padded, state = _padded(reqs, self.config.decode_sizes), self.graph_state()
+        fused = self.round_steps in self.config.fused_steps and self.observer is None
+        if fused and not refresh:
+            self.steps.decode_fused(steps, reqs, padded, state)
+            for _ in steps:
+                self.stats.count_forward(reqs, reused=self.reusing)
+            return
+        phase = "refresh" if refresh else "decode"
+        for step in steps:
+            batch = self.steps.decode(phase, step, reqs, padded, state)
+            self.stats.count_forward(reqs, reused=self.reusing)
+            if self.observer is not None:
+                self.observer(step, batch)
+
+    def _segments(self, num_steps: int) -> Iterator[tuple[range, bool]]:
+        """Decode steps of a round of K = num_steps: what lies between refreshes, and those."""
+        first, every = 1, self.refresh_every or num_steps
+        for refresh in range(every, num_steps, every):
+            if first < refresh:
+                yield range(first, refresh), False
+            yield range(refresh, refresh + 1), True
+            first = refresh + 1
+        if first < num_steps:
+            yield range(first, num_steps), False
 
     @torch.no_grad()
     def capture(self) -> None:
@@ -194,13 +210,13 @@ class AutoRegressiveSpeculator:
         try:
             self.on_prefill_begin(reqs)
             for size in reversed(self.config.prefill_sizes or (reqs,)):
-                self._capture("prefill", self.batches.dummy(size, reqs))
+                self.steps.capture("prefill", size, reqs, self.graph_state())
             self.on_prefill_end(reqs)
             if self.round_steps > 1:
                 try:
                     self.on_multi_step_decode_begin(reqs)
                     for size in reversed(self.config.decode_sizes):
-                        self._capture("decode", self.batches.dummy(size, size))
+                        self._capture_decode(size)
                 finally:
                     self.on_multi_step_decode_end(reqs)
             failed = False
@@ -208,50 +224,15 @@ class AutoRegressiveSpeculator:
             self.runner.end_capture(failed=failed)
             vars(self.stats).update(counted)  # dummies are not counted
 
-    def _run(self, phase: str, batch: StepBatch) -> None:
-        self.runner.run(
-            self._graph_key(phase, batch),
-            lambda: self._step(phase, batch),
-            state=self.graph_state(),
-            num_rows=batch.num_tokens,
-            tensors=self._held_tensors(batch),
-        )
-        self.stats.count_forward(batch.num_tokens, reused=self.reusing)
-
-    def _capture(self, phase: str, batch: StepBatch) -> None:
-        for sampling in self._sampler.modes:
-            self._sampler.sampling = sampling
-            self.runner.capture(
-                self._graph_key(phase, batch),
-                lambda: self._step(phase, batch),
-                state=self.graph_state(),
-                num_rows=batch.num_tokens,
-                tensors=self._held_tensors(batch),
-            )
-
-    def _held_tensors(self, batch: StepBatch) -> tuple[torch.Tensor, ...]:
-        """Whose addresses a graph of a step holds."""
-        return *batch.tensors(), self._next_ids, self._feedback, *self._sampler.tensors()
-
-    def _graph_key(self, phase: str, batch: StepBatch) -> Hashable:
-        return phase, batch.num_tokens_padded, batch.seq_lens.shape[0], self._sampler.sampling
-
-    def _step(self, phase: str, batch: StepBatch) -> None:
-        """One forward; leaves a draft token and the feedback state of every request."""
-        output = self.model.forward(batch)
-        for_logits, feedback = output if isinstance(output, tuple) else (output, output)
-        reqs, positions = batch.seq_lens.shape[0], batch.positions
-        if phase == "prefill":
-            last, positions = self.last_token_indices[:reqs], self.batches.last_positions[:reqs]
-            for_logits, feedback = for_logits[last], feedback[last]
-        logits = self.model.compute_logits(for_logits)
-        self._next_ids[:reqs] = self._sampler.choose(logits, positions)
-        self._feedback[:reqs] = feedback
-
-    def _keep_drafts(self, drafts: torch.Tensor, step: int) -> None:
-        reqs = drafts.shape[0]
-        drafts[:, step] = torch.where(self.batches.drafted(step)[:reqs], self._next_ids[:reqs], -1)
-        self._sampler.keep(step, reqs)
+    def _capture_decode(self, size: int) -> None:
+        """Captures every graph of decode steps over `size` rows."""
+        self.steps.capture("decode", size, size, self.graph_state())
+        if self.refresh_every is not None:
+            with self.reselection(size):
+                self.steps.capture("refresh", size, size, self.graph_state())
+        rounds = [self._segments(num_steps) for num_steps in self.config.fused_steps]
+        for steps in {steps for round_ in rounds for steps, refresh in round_ if not refresh}:
+            self.steps.capture_fused(steps, size, self.graph_state())
 
 
 def _padded(size: int, sizes: tuple[int, ...]) -> int:

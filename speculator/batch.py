@@ -149,6 +149,9 @@ class DraftBatches:
     ) -> StepBatch:
         """Step s ≥ 1: one row a request, s positions after its last token.
 
+        All of it is device work on tensors of fixed address, which a graph may hold; with
+        num_reqs = num_reqs_padded it depends on no number but s and the padded size.
+
         Padded rows, dummies and rows past max_model_len or their request's cap get slot −1 and
         length 0.
 
@@ -192,6 +195,10 @@ class DraftBatches:
         self._row_to_request.fill_(-1)
         self._query_start_loc[: num_reqs + 1] = self._arange[: num_reqs + 1].clamp_max(num_rows)
         return self._view(num_reqs, num_rows, num_rows, num_reqs)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Every tensor that batches are views of, or made from."""
+        return tuple(value for value in vars(self).values() if isinstance(value, torch.Tensor))
 
     def drafted(self, step: int) -> torch.Tensor:
         """[max_num_reqs] bool: whether step s drafts a token for the request."""

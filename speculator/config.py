@@ -22,6 +22,8 @@ class SpeculatorConfig:
         page_size: S, tokens a cache page.
         prefill_sizes: padded row counts of step 0, ascending; none pads nothing.
         decode_sizes: padded request counts of the later steps, ascending.
+        fused_steps: round lengths K whose decode steps 1..K−1 run as one graph (as one between
+            refreshes), ascending; rounds with an observer take theirs one by one.
         vocab_size: the draft's vocabulary, to draft by sampling; without it drafting is greedy,
             and no probabilities [max_num_reqs, K, vocab_size] are allocated.
         dtype: of hidden states.
@@ -36,6 +38,7 @@ class SpeculatorConfig:
     page_size: int = 64
     prefill_sizes: tuple[int, ...] = ()
     decode_sizes: tuple[int, ...] = ()
+    fused_steps: tuple[int, ...] = ()
     vocab_size: int | None = None
     dtype: torch.dtype = torch.float32
     device: torch.device | str | None = None
@@ -46,10 +49,12 @@ class SpeculatorConfig:
             check_int(name, getattr(self, name), minimum=1)
         if self.vocab_size is not None:
             check_int("vocab_size", self.vocab_size, minimum=1)
-        for name, limit in (
-            ("prefill_sizes", self.max_num_tokens),
-            ("decode_sizes", self.max_num_reqs),
+        for name, least, limit in (
+            ("prefill_sizes", 1, self.max_num_tokens),
+            ("decode_sizes", 1, self.max_num_reqs),
+            ("fused_steps", 2, self.num_speculative_steps),
         ):
             sizes = getattr(self, name)
-            if list(sizes) != sorted(set(sizes)) or any(not 1 <= size <= limit for size in sizes):
-                raise ValueError(f"{name} must ascend within [1, {limit}], got {sizes}")
+            outside = any(not least <= size <= limit for size in sizes)
+            if outside or list(sizes) != sorted(set(sizes)):
+                raise ValueError(f"{name} must ascend within [{least}, {limit}], got {sizes}")

@@ -9,7 +9,8 @@ import torch
 
 from .step_batch import StepBatch
 
-#: Called after decode step s ≥ 1 with the step and its batch; must not change any output.
+#: Called after decode step s ≥ 1 with the step and its batch; must not change any output. A round
+#: with an observer runs no fused graph.
 StepObserver = Callable[[int, StepBatch], None]
 
 

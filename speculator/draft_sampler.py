@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from ..kernels.checks import check_tensor
@@ -44,12 +46,19 @@ class DraftSampler:
             self._params.top_p[:reqs] = params.top_p
             self._params.seed[:reqs] = params.seed
 
+    def each_mode(self) -> Iterator[bool]:
+        """Sets `sampling` to each of `modes` in turn."""
+        for sampling in self.modes:
+            self.sampling = sampling
+            yield sampling
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What `choose` reads and writes in this round."""
-        if not self.sampling:
+        """What `choose` and `keep` read and write in this round."""
+        if self.draft_probs is None or not self.sampling:
             return ()
         params = self._params
-        return params.temperature, params.top_p, params.seed, self._step_probs
+        drawing = (params.temperature, params.top_p, params.seed)
+        return *drawing, self._step_probs, self.draft_probs
 
     def choose(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[R] int64: the tokens that follow rows at positions [R] with logits [R, V].
@@ -66,6 +75,6 @@ class DraftSampler:
         return draw_tokens(probs, uniform_at(params.seed, positions + 2, Purpose.DRAFT))
 
     def keep(self, step: int, num_reqs: int) -> None:
-        """Files what was just drawn from under `step`; outside a graph that serves every step."""
+        """Files what was just drawn from under `step`, a number that a graph would bake in."""
         if self.draft_probs is not None and self.sampling:
             self.draft_probs[:num_reqs, step] = self._step_probs[:num_reqs]

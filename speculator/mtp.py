@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from ..kernels.checks import check_int
 from .autoregressive import AutoRegressiveSpeculator
 from .config import SpeculatorConfig
 from .draft_model import DraftModel, StepObserver
@@ -15,7 +19,7 @@ from .step_batch import StepBatch
 
 
 class MTPSpeculator(AutoRegressiveSpeculator):
-    """Toggles `skip_topk` around the draft steps; overrides hooks and `graph_state` alone.
+    """Toggles `skip_topk` around the draft steps; overrides hooks, and no other control flow.
 
     Step 0 selects, one row a token. Its rows are then compacted to one a request, and steps
     1..K−1 reuse them. Sharing is on when the draft's config sets
@@ -31,11 +35,18 @@ class MTPSpeculator(AutoRegressiveSpeculator):
         observer: called after each decode step, outside any graph.
         measure_overlap_every: n, to select afresh as well after the decode steps of every n-th
             round and compare (`overlap`), which changes no draft; None or 0 measures nothing.
+        append_new_positions: step s also sees the positions last+1..last+s that the round has
+            made itself: they are put in the last K−1 columns of the shared rows, which
+            `TopkIndicesBuffer(append_columns=…)` keeps for them. None of the engines does this.
+        refresh_every: n, to select afresh at decode steps n, 2n, …, one row a request. Skipping
+            steps then still cache their index keys, for that selection to find; the draft needs
+            `set_write_skipped_index_k`. None or 0 never does.
 
     Raises:
         StaleSelectionError: from `propose` and `capture`, when the rows to reuse are not this
             round's, one a request.
-        ValueError: for `measure_overlap_every` when there is no sharing to measure.
+        ValueError: for `measure_overlap_every`, `append_new_positions` or `refresh_every` when
+            the draft does not share, or lacks what they need.
     """
 
     def __init__(
@@ -47,8 +58,12 @@ class MTPSpeculator(AutoRegressiveSpeculator):
         runner: GraphRunner | None = None,
         observer: StepObserver | None = None,
         measure_overlap_every: int | None = None,
+        append_new_positions: bool = False,
+        refresh_every: int | None = None,
     ) -> None:
         self._draft_config = draft_config
+        self._append = append_new_positions
+        self._refresh = check_int("refresh_every", refresh_every or 0, minimum=0)
         #: Whether the draft shares its selection; set by `load_draft_model`.
         self.share_mtp_topk_indices = False
         super().__init__(model, config, runner=runner, observer=observer)
@@ -56,7 +71,7 @@ class MTPSpeculator(AutoRegressiveSpeculator):
         self.overlap: OverlapProbe | None = None
         if measure_overlap_every is not None and measure_overlap_every != 0:
             self.overlap = OverlapProbe(self, measure_overlap_every)
-            self.observer = _in_turn(self.overlap, observer)
+            self._unmeasured, self._measured = observer, _in_turn(self.overlap, observer)
 
     def load_draft_model(self, model: DraftModel, draft_config: Any = None) -> None:
         """Drives `model` from now on, and finds out whether it can share.
@@ -75,6 +90,8 @@ class MTPSpeculator(AutoRegressiveSpeculator):
         for buffer in self.sharing.buffers:
             buffer.track()
         self.runner.watch(self.sharing.buffers)
+        self._set_up_append()
+        self._set_up_refresh()
 
     def graph_state(self) -> Hashable:
         """(skip_topk,): the flag that a graph bakes in."""
@@ -83,6 +100,8 @@ class MTPSpeculator(AutoRegressiveSpeculator):
     def on_prefill_begin(self, num_reqs: int) -> None:
         """Skip off, always: a round that died may have left it on."""
         self._set_skip_topk(False)
+        if self.overlap is not None:  # a round without an observer may fuse its steps
+            self.observer = self._measured if self.overlap.due else self._unmeasured
         for buffer in self.sharing.buffers:
             buffer.new_generation()
 
@@ -106,6 +125,48 @@ class MTPSpeculator(AutoRegressiveSpeculator):
     def on_multi_step_decode_end(self, num_reqs: int) -> None:
         """Skip off, whatever happened."""
         self._set_skip_topk(False)
+
+    @contextmanager
+    def reselection(self, num_reqs: int) -> Iterator[None]:
+        """Skip off for one step, whose rows replace the shared ones."""
+        self._set_skip_topk(False)
+        for buffer in self.sharing.buffers:
+            buffer.forget_appended()  # a fresh selection finds those positions by itself
+        yield
+        for buffer in self.sharing.buffers:
+            buffer.mark_refreshed(num_reqs)
+            buffer.check_reusable(self.batches.last_positions, num_reqs)
+        self.stats.rows_refreshed += num_reqs
+        self._set_skip_topk(True)
+
+    def _set_up_append(self) -> None:
+        self.steps.extend_selection = None
+        if not self._append:
+            return
+        needed = max(self.config.num_speculative_steps - 1, 0)
+        columns = [buffer.append_columns for buffer in self.sharing.buffers]
+        if not columns or min(columns) < needed:
+            raise ValueError(
+                f"append_new_positions needs shared topk_buffers with append_columns of at least"
+                f" {needed}, got {columns}"
+            )
+        self.steps.extend_selection = self._append_new_positions
+
+    def _append_new_positions(self, batch: StepBatch) -> None:
+        new = torch.where(batch.slot_mapping >= 0, batch.positions, -1)
+        for buffer in self.sharing.buffers:
+            buffer.append(new, self.batches.last_positions[: new.shape[0]])
+
+    def _set_up_refresh(self) -> None:
+        set_write = getattr(self.sharing.model, "set_write_skipped_index_k", None)
+        if self._refresh and set_write is None:
+            raise ValueError(
+                f"refresh_every={self._refresh} needs a draft that shares and has"
+                f" set_write_skipped_index_k, got {type(self.model).__name__}"
+            )
+        self.refresh_every = self._refresh or None
+        if set_write is not None:
+            set_write(bool(self._refresh))
 
     def _set_skip_topk(self, skip: bool) -> None:
         if self.sharing.model is not None:

@@ -43,15 +43,22 @@ class OverlapProbe:
         self._sums = torch.zeros(steps, dtype=torch.float64, device=device)
         self._counts = torch.zeros(steps, dtype=torch.int64, device=device)
 
+    @property
+    def due(self) -> bool:
+        """Whether the round that the speculator has begun is measured."""
+        return self._speculator.stats.rounds % self.every == 0
+
     def __call__(self, step: int, batch: StepBatch) -> None:
         """Compares the selections of decode step `step`, if it shares and its round is due."""
         speculator = self._speculator
-        if not speculator.reusing or speculator.stats.rounds % self.every:
+        if not speculator.reusing or not self.due:
             return
         sharing = speculator.sharing
         assert sharing.model is not None, "a step reuses rows only if they can be shared"
         kept = [buffer.indices.clone() for buffer in sharing.buffers]
         sharing.model.set_skip_topk(False)
+        for buffer in sharing.buffers:
+            buffer.forget_appended()
         try:
             speculator.model.forward(batch)
             for buffer, shared in zip(sharing.buffers, kept, strict=True):

@@ -13,8 +13,9 @@ class SpeculatorStats:
         rounds: calls of `propose` with a live request.
         forwards: draft forwards.
         rows_computed: rows whose selection the draft's indexer computed.
-        rows_reused: rows that reused the selection of step 0.
+        rows_reused: rows that reused the selection of an earlier step.
         rows_compacted: request rows that compaction wrote.
+        rows_refreshed: of the computed rows, those of decode steps amid steps that reuse.
     """
 
     rounds: int = 0
@@ -22,6 +23,7 @@ class SpeculatorStats:
     rows_computed: int = 0
     rows_reused: int = 0
     rows_compacted: int = 0
+    rows_refreshed: int = 0
 
     def count_forward(self, num_rows: int, *, reused: bool) -> None:
         """One draft forward over `num_rows` live rows, whose selection was `reused` or computed."""

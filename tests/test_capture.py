@@ -94,7 +94,7 @@ def test_capture_after_a_dead_round_takes_the_flag_off():
     config = toy_config(3, padded=True)
     speculator = MTPSpeculator(draft := toy_draft(config), config, runner=RecordedRunner())
     speculator.on_prefill_begin(2)
-    speculator._run("prefill", speculator.batches.dummy(3, 2))
+    speculator.steps.prefill(speculator.batches.dummy(3, 2), speculator.graph_state())
     speculator.on_prefill_end(2)
     speculator.on_multi_step_decode_begin(2)  # killed here, before its finally
     assert draft.skip_topk

@@ -14,6 +14,7 @@ from .indexer import (
     StaleSelectionError,
     TopkIndicesBuffer,
     layer_roles,
+    stage_roles,
 )
 from .kernels.compact import compact_topk_indices
 from .kernels.mqa_logits import mqa_logits
@@ -104,6 +105,7 @@ __all__ = [
     "read_index_k",
     "rejection_sample",
     "select_topk",
+    "stage_roles",
     "target_batch",
     "token_probabilities",
     "topk_indices",

@@ -41,7 +41,9 @@ class TinyLM(nn.Module):
         super().__init__()
         self.config = config
         target = TopkIndicesBuffer(max_rows, config.index_topk)
-        draft = TopkIndicesBuffer(max_rows, config.index_topk + append_columns)
+        draft = TopkIndicesBuffer(
+            max_rows, config.index_topk + append_columns, append_columns=append_columns
+        )
         self.model = Trunk(config, target, draft)
         self.lm_head = RowBlockLinear(config.hidden_size, config.vocab_size, bias=False)
 

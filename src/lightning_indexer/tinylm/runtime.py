@@ -94,6 +94,10 @@ class TinyDraft(nn.Module):
         """Turns reuse of the buffer's rows on or off."""
         sharing.set_skip_topk(self, skip)
 
+    def set_write_skipped_index_k(self, write: bool) -> None:
+        """Turns caching of index keys in skipping forwards on or off."""
+        sharing.set_write_skipped_index_k(self, write)
+
     def compact_topk_indices(self, rows: torch.Tensor) -> None:
         """Row i of the buffer becomes its old row rows[i]."""
         sharing.compact_topk_indices(self, rows)
