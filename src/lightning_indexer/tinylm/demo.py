@@ -35,12 +35,16 @@ class Job:
         max_new_tokens: bytes to generate for each.
         draft_tokens: K, drafts a round.
         graph: how the draft's steps are executed.
+        append_new_positions: of `MTPSpeculator`, in mode "shared".
+        refresh_every: likewise.
     """
 
     prompts: Sequence[bytes]
     max_new_tokens: int
     draft_tokens: int
     graph: Graph = "eager"
+    append_new_positions: bool = False
+    refresh_every: int | None = None
 
     def check(self, max_model_len: int) -> None:
         """Raises ValueError for a prompt that is empty or leaves no room for the new bytes."""
@@ -133,8 +137,14 @@ def _set_up(
         page_size=PAGE_SIZE,
     )
     rows = _max_rows(job)
+    shares = mode == "shared"
+    appends = shares and job.append_new_positions
     target, draft = build(
-        lm, num_pages=block_table.num_free_pages, max_num_tokens=rows, page_size=PAGE_SIZE
+        lm,
+        num_pages=block_table.num_free_pages,
+        max_num_tokens=rows,
+        page_size=PAGE_SIZE,
+        append_columns=max(job.draft_tokens - 1, 0) if appends else 0,
     )
     if mode == "greedy":
         return target, None, block_table
@@ -150,9 +160,12 @@ def _set_up(
             page_size=PAGE_SIZE,
             prefill_sizes=_graph_sizes(reqs * (job.draft_tokens + 1)) if recorded else (),
             decode_sizes=_graph_sizes(reqs) if recorded else (),
+            fused_steps=(job.draft_tokens,) if recorded and job.draft_tokens > 1 else (),
         ),
-        draft_config={"index_share_for_mtp_iteration": mode == "shared"},
+        draft_config={"index_share_for_mtp_iteration": shares},
         runner=RecordedRunner() if recorded else EagerRunner(),
+        append_new_positions=appends,
+        refresh_every=job.refresh_every if shares else None,
     )
     return target, speculator, block_table
 

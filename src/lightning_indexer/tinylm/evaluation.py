@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .corpus import Corpus, windows
@@ -9,16 +11,16 @@ from .demo import Job, ModeResult, run_mode
 from .model import TinyLM
 
 
-def draft_held_out(
+def held_out_job(
     lm: TinyLM,
     corpus: Corpus,
     *,
-    share: bool,
     num_speculative_steps: int = 3,
     num_prompts: int = 32,
     new_tokens: int = 16,
-) -> ModeResult:
-    """Continues evenly spaced held-out prompts with speculative decoding.
+    **options: Any,
+) -> Job:
+    """Evenly spaced held-out prompts, to be continued as one batch.
 
     The defaults are many prompts and few tokens each: left alone for longer, a model this small
     repeats itself, and what repeats is always accepted.
@@ -26,20 +28,32 @@ def draft_held_out(
     Args:
         lm: trained weights.
         corpus: prompts are of its held-out text.
-        share: whether draft steps after the first reuse its selection.
         num_speculative_steps: K.
-        num_prompts: prompts, run as one batch.
+        num_prompts: prompts.
         new_tokens: generated for each; the prompts take half of what is left of the context.
-
-    Returns:
-        The tokens and counters; `accepted / drafted` is the acceptance.
+        options: of `Job`.
     """
     length = (lm.config.max_model_len - new_tokens) // 2
     last = len(corpus.held_out) - length
     prompts = windows(corpus.held_out, torch.arange(num_prompts) * last // num_prompts, length)
-    job = Job(
+    return Job(
         prompts=[bytes(prompt) for prompt in prompts.tolist()],
         max_new_tokens=new_tokens,
         draft_tokens=num_speculative_steps,
+        **options,
     )
-    return run_mode(lm, "shared" if share else "fresh", job)
+
+
+def draft_held_out(lm: TinyLM, corpus: Corpus, *, share: bool, **options: Any) -> ModeResult:
+    """Runs `held_out_job(lm, corpus, **options)` with speculative decoding.
+
+    Args:
+        lm: trained weights.
+        corpus: prompts are of its held-out text.
+        share: whether draft steps after the first reuse its selection.
+        options: of `held_out_job`.
+
+    Returns:
+        The tokens and counters; `accepted / drafted` is the acceptance.
+    """
+    return run_mode(lm, "shared" if share else "fresh", held_out_job(lm, corpus, **options))
