@@ -8,8 +8,8 @@ the keys of draft steps 1..K−1 and two options beside plain sharing:
 - refresh n: shared, and steps n, 2n, … select afresh (`refresh_every`).
 
 Overlap is that of the rows in use with a fresh selection, of which a refreshed row is one. Rows do
-not count the prompts'. Texts must be the same for all of them, else the exit code is 1. Nothing here is timed. Models other
-than the shipped one are made by `lightning-indexer train --seed N --out DIR`.
+not count the prompts'. Texts must be the same for all of them, else the exit code is 1. Nothing
+here is timed. `lightning-indexer train --seed N --out DIR` makes models other than the shipped one.
 """
 
 from __future__ import annotations

@@ -7,11 +7,16 @@ import torch
 from .backend import on_device_of, tl, triton, use_triton
 from .cache_layout import FLOAT_CACHES, check_cache, split_pages
 from .checks import INDEX_DTYPES, check_int, check_range, check_tensor, content_checks
+from .quantize import (
+    E4M3_MAX,
+    MIN_AMAX,
+    check_scale_format,
+    convert,
+    quantize_on_cpu,
+    quantize_rows,
+)
 from .registry import register_op
 
-SCALE_FORMATS = ("fp32", "ue8m0")
-E4M3_MAX = 448.0
-MIN_AMAX = 1e-4  # an all-zero key gets a finite, positive scale
 TILE = 1024  # elements a program: 8 keys of D=128, 16 bytes of bf16 a thread; many small programs
 SCAN_TILE = 4096  # pairs of slots compared a step: 8192 keys take 16 steps of one load's latency
 
@@ -63,8 +68,7 @@ def write_index_k(
     if any(n > 1 and s == 0 for n, s in zip(cache.shape, cache.stride(), strict=True)):
         raise ValueError(f"cache must not overlap itself, got strides {cache.stride()}")
     check_tensor("slots", slots, dtype=INDEX_DTYPES, shape=(count,), device=k.device)
-    if scale_format not in SCALE_FORMATS:
-        raise ValueError(f"scale_format must be one of {SCALE_FORMATS}, got {scale_format!r}")
+    check_scale_format(scale_format)
     _op(cache, k, slots, page_size, scale_format == "ue8m0")
 
 
@@ -79,7 +83,7 @@ def _write_index_k(
     if count == 0 or capacity == 0:
         return
     if not use_triton(cache):
-        _write_on_cpu(values, scales, k, slots, page_size, ue8m0)
+        write_keys_on_cpu(values, scales, k, slots, page_size, ue8m0)
         return
     block_d = triton.next_power_of_2(head_dim)
     block_n = max(TILE // block_d, 1)
@@ -101,7 +105,7 @@ def _write_index_k(
         )
 
 
-def _write_on_cpu(
+def write_keys_on_cpu(
     values: torch.Tensor,
     scales: torch.Tensor | None,
     k: torch.Tensor,
@@ -109,6 +113,7 @@ def _write_on_cpu(
     page_size: int,
     ue8m0: bool,
 ) -> None:
+    """Inserts keys of any float dtype at their slots; of equal slots the last one wins."""
     # A stable sort puts the last writer of each slot at the end of its run.
     slots, order = slots.long().sort(stable=True)
     last = torch.ones_like(slots, dtype=torch.bool)
@@ -119,15 +124,7 @@ def _write_on_cpu(
     if scales is None:
         values[page, token] = k.to(values.dtype)
         return
-    x = k.float()
-    amax = torch.where(x.isnan(), 0.0, x.abs()).amax(1)
-    scale = amax.clamp(min=MIN_AMAX) / E4M3_MAX
-    if ue8m0:
-        scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
-    quotient = x / scale[:, None]
-    payload = quotient.to(torch.float8_e4m3fn).view(torch.uint8)
-    values[page, token] = payload.masked_fill(quotient.isnan(), 0x7F)  # torch would keep its sign
-    scales[page, token] = scale
+    values[page, token], scales[page, token] = quantize_on_cpu(k, ue8m0)
 
 
 _op = register_op(
@@ -162,33 +159,33 @@ def _write_index_k_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    first = tl.program_id(0) * BLOCK_N
-    offs_n = first + tl.arange(0, BLOCK_N)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D).to(tl.int64)
-    slot = tl.load(slots_ptr + offs_n.to(tl.int64) * stride_s, mask=offs_n < n, other=-1)
-    written = (slot >= 0) & (slot < capacity)  # [BLOCK_N]
-    written &= _last_writer(slot, offs_n, slots_ptr, stride_s, first, n, BLOCK_S) == offs_n
-    slot = slot.to(tl.int64)
-    page = slot // PAGE_SIZE
-    token = slot % PAGE_SIZE
+    slot, written = own_slots(slots_ptr, stride_s, offs_n, n, capacity, BLOCK_N, BLOCK_S)
     mask = written[:, None] & (offs_d < D)[None, :]
     k = k_ptr + offs_n[:, None].to(tl.int64) * stride_kn + offs_d[None, :] * stride_kd
     k = tl.load(k, mask=mask, other=0.0)  # [BLOCK_N, BLOCK_D]
+    page, token = slot // PAGE_SIZE, slot % PAGE_SIZE
     values = values_ptr + (page * stride_vp + token * stride_vt)[:, None]
     values += offs_d[None, :] * stride_vd
     if values_ptr.dtype.element_ty != tl.uint8:
-        tl.store(values, _convert(k, values_ptr.dtype.element_ty), mask=mask)
+        tl.store(values, convert(k, values_ptr.dtype.element_ty), mask=mask)
     else:
-        x = _convert(k, tl.float32)
-        amax = tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=1)
-        # `/` is approximate on NVIDIA GPUs: one ulp of the scale moves payload bytes.
-        scale = tl.div_rn(tl.maximum(amax, MIN_AMAX), tl.full([BLOCK_N], E4M3_MAX, tl.float32))
-        if UE8M0:
-            bits = scale.to(tl.int32, bitcast=True) + 0x7FFFFF
-            scale = (bits & 0x7F800000).to(tl.float32, bitcast=True)
-        quotient = tl.div_rn(x, tl.broadcast_to(scale[:, None], [BLOCK_N, BLOCK_D]))
-        tl.store(values, _e4m3_bytes(quotient), mask=mask)
+        payload, scale = quantize_rows(convert(k, tl.float32), UE8M0, E4M3_MAX, MIN_AMAX)
+        tl.store(values, payload, mask=mask)
         tl.store(scales_ptr + page * stride_sp + token * stride_st, scale, mask=written)
+
+
+@triton.jit
+def own_slots(
+    slots_ptr, stride_s, offs_n, n, capacity, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """Slots (int64) of a program's keys [BLOCK_N], and whether each is the one to write there."""
+    slot = tl.load(slots_ptr + offs_n.to(tl.int64) * stride_s, mask=offs_n < n, other=-1)
+    written = (slot >= 0) & (slot < capacity)  # [BLOCK_N]
+    first = tl.program_id(0) * BLOCK_N
+    written &= _last_writer(slot, offs_n, slots_ptr, stride_s, first, n, BLOCK_S) == offs_n
+    return slot.to(tl.int64), written
 
 
 @triton.jit
@@ -205,39 +202,3 @@ def _last_writer(slot, offs_n, slots_ptr, stride_s, first, n, BLOCK_S: tl.conste
         last = tl.where(slot[:, None] == later[None, :], offs_s[None, :], last)
         start += BLOCK_S
     return tl.max(last, axis=1)
-
-
-@triton.jit
-def _convert(x, dtype: tl.constexpr):
-    """x in another float type, rounded to nearest even; by bits where bfloat16 takes part.
-
-    The interpreter truncates casts to bfloat16 and drops subnormals in casts from it.
-    """
-    if x.dtype == dtype:
-        return x
-    if x.dtype == tl.bfloat16:
-        bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        x = bits.to(tl.float32, bitcast=True)
-    if dtype == tl.bfloat16:
-        x = x.to(tl.float32)
-        bits = x.to(tl.int32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rounded = tl.where(x == x, rounded, 0x7FC0)
-        return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return x.to(dtype)
-
-
-@triton.jit
-def _e4m3_bytes(x):
-    """The e4m3fn bytes of |x| ≤ 448·(1 + 2⁻²²), to nearest even; NaN is 0x7F.
-
-    Integer arithmetic, as sm_80 and gfx942 cannot convert and the interpreter errs.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    # Normal: drop 20 mantissa bits, rounding half to even; exponent bias 127 → 7.
-    normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) - (120 << 23)) >> 20
-    # Below 2⁻⁶: 2¹⁴ has the ulp 2⁻⁹, so the addition itself rounds to the subnormal grid.
-    subnormal = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    byte = tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)
-    return tl.where(x == x, byte, 0x7F).to(tl.uint8)

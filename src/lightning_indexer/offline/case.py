@@ -53,7 +53,8 @@ class CompileCase:
     of types for a tuple) in the kernel's order; `constexprs` holds the rest. `divisible` names
     arguments known to be multiples of 16 (contiguous tensors' strides, aligned pointers), as the
     launcher would find.
-    `max_registers` limits those of a thread, on NVIDIA.
+    `max_registers` limits those of a thread, on NVIDIA. Without `fp_fusion` no compiler may turn a
+    product and a sum into one operation.
     `tensor_op` is part of a tensor-core instruction that must come out ("wgmma", "v_mfma", …).
     `dtype` is what the arithmetic is done on (bf16, fp16, fp32, fp8, or int32 where there is none);
     `default` whether an op launches this without being asked to. `work` has an entry for each
@@ -68,6 +69,7 @@ class CompileCase:
     num_warps: int = 4
     num_stages: int = 3
     max_registers: int | None = None
+    fp_fusion: bool = True
     divisible: tuple[str, ...] = ()
     tensor_op: str | None = None
     dtype: str = "int32"

@@ -125,6 +125,8 @@ def _triton_compile(case: CompileCase, target: Target) -> tuple[Any, Any]:
     )
     gpu = GPUTarget(target.backend, target.arch, warp_size(target))
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    if not case.fp_fusion:
+        options["enable_fp_fusion"] = False
     if case.max_registers is not None:
         options["maxnreg"] = case.max_registers
     compiled = triton.compile(source, target=gpu, options=options)

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from ..kernels.backend import Target, triton
-from ..kernels.write_index_k import (
-    E4M3_MAX,
-    MIN_AMAX,
-    SCAN_TILE,
-    TILE,
-    _write_index_k_kernel,
-)
+from ..kernels.quantize import E4M3_MAX, MIN_AMAX
+from ..kernels.write_index_k import SCAN_TILE, TILE, _write_index_k_kernel
 from .case import CompileCase, Work
 
 PAGE_SIZE = 64
