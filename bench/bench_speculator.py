@@ -3,7 +3,8 @@
 "stub" rows time `propose` around a draft that computes nothing (step 0 writes one number, as a
 sign that it has selected): what the control flow, the batches and the compaction cost, by K and
 requests B. Every request has K+1 rows of verification. Graphs hold the steps alone, batches are
-built between them; "recorded" ones run anywhere, to test graphs, and save no time.
+built between them, or ("fused") one graph holds all K−1 later steps and their batches. "recorded"
+ones run anywhere, to test graphs, and save no time.
 
 "shared" and "fresh" rows time rounds of a draft that is a lightning indexer and nothing else, with
 DeepSeek-V3.2's sizes on a paged cache of L tokens a request: one reuses step 0's selection, the
@@ -49,7 +50,7 @@ class Case:
         """Of step 0."""
         return self.requests * (self.steps + 1)
 
-    def config(self, hidden_size: int, bench: Bench) -> SpeculatorConfig:
+    def config(self, hidden_size: int, bench: Bench, *, fused: bool = False) -> SpeculatorConfig:
         """Limits that this case fills."""
         return SpeculatorConfig(
             num_speculative_steps=self.steps,
@@ -60,6 +61,7 @@ class Case:
             page_size=PAGE_SIZE,
             prefill_sizes=(self.rows,),
             decode_sizes=(self.requests,),
+            fused_steps=(self.steps,) if fused and self.steps > 1 else (),
             dtype=hidden_dtype(bench),
             device=bench.device,
         )
@@ -106,15 +108,16 @@ def call(made: MTPSpeculator) -> Callable[[Round], torch.Tensor]:
 
 
 def time_host(bench: Bench, case: Case, topk: int) -> None:
-    """Rows of the stub, one a runner."""
-    config = case.config(256, bench)
-    runners: dict[str, type[GraphRunner]] = {"eager": EagerRunner, "recorded": RecordedRunner}
+    """Rows of the stub, one a runner and way to make graphs."""
+    ways: list[tuple[str, type[GraphRunner], bool]] = [("eager", EagerRunner, False)]
+    ways += [("recorded", RecordedRunner, fused) for fused in (False, True)]
     if bench.device.type == "cuda":
-        runners["CUDA graphs"] = CudaGraphRunner
-    for name, runner in runners.items():
+        ways += [("CUDA graphs", CudaGraphRunner, fused) for fused in (False, True)]
+    for name, runner, fused in ways:
+        config = case.config(256, bench, fused=fused)
         made = speculator(StubDraft(config, topk), config, runner())
         label = f"K={case.steps} B={case.requests}"
-        bench.time(label, f"stub, {name}", call(made), [case.round(config)])
+        bench.time(label, f"stub, {name}{', fused' * fused}", call(made), [case.round(config)])
 
 
 def check(case: Case, shared: MTPSpeculator, fresh: MTPSpeculator, inputs: Round) -> None:
@@ -130,9 +133,9 @@ def check(case: Case, shared: MTPSpeculator, fresh: MTPSpeculator, inputs: Round
 
 def time_sharing(bench: Bench, case: Case, topk: int) -> str:
     """Rows of the indexer, shared and fresh in turn, and what sharing saves in words."""
-    config = case.config(HIDDEN, bench)
-    draft, inputs = IndexerDraft(config, topk), case.round(config)
     graphs = bench.device.type == "cuda"
+    config = case.config(HIDDEN, bench, fused=graphs)
+    draft, inputs = IndexerDraft(config, topk), case.round(config)
     shared, fresh = (
         speculator(draft, config, CudaGraphRunner() if graphs else EagerRunner(), shares=shares)
         for shares in (True, False)

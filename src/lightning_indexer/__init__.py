@@ -6,8 +6,12 @@ Ops are plain functions on tensors; `LightningIndexer` is the layer around them,
 
 from .indexer import (
     BlockTable,
+    DSAAttention,
+    DSACache,
+    DSAConfig,
     IndexerConfig,
     IndexKCache,
+    LatentCache,
     LightningIndexer,
     SelectionKind,
     SelectionState,
@@ -22,6 +26,7 @@ from .kernels.paged_mqa_logits import paged_mqa_logits
 from .kernels.read_index_k import read_index_k
 from .kernels.select_topk import paged_select_topk, select_topk
 from .kernels.slots import indices_to_slots
+from .kernels.sparse_mla_attention import sparse_mla_attention
 from .kernels.topk import topk_indices
 from .kernels.write_index_k import write_index_k
 from .speculator import (
@@ -66,6 +71,9 @@ __all__ = [
     "BlockTable",
     "CaptureError",
     "CudaGraphRunner",
+    "DSAAttention",
+    "DSACache",
+    "DSAConfig",
     "DraftModel",
     "EagerRunner",
     "GenerationResult",
@@ -74,6 +82,7 @@ __all__ = [
     "IndexKCache",
     "IndexSharingError",
     "IndexerConfig",
+    "LatentCache",
     "LightningIndexer",
     "MTPSpeculator",
     "OverlapProbe",
@@ -105,6 +114,7 @@ __all__ = [
     "read_index_k",
     "rejection_sample",
     "select_topk",
+    "sparse_mla_attention",
     "stage_roles",
     "target_batch",
     "token_probabilities",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..indexer.config import IndexerConfig
+from ..indexer.dsa_config import DSAConfig
 from ..indexer.layer_plan import layer_roles
 
 
@@ -49,9 +50,16 @@ class TinyConfig:
         return layer_roles(self)
 
     @property
-    def latent_size(self) -> int:
-        """Width of a latent cache row: the compressed key/value, then the rotated key."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
+    def attention(self) -> DSAConfig:
+        """The configuration of every layer's attention."""
+        return DSAConfig(
+            num_attention_heads=self.num_attention_heads,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            v_head_dim=self.v_head_dim,
+            indexer=self.indexer,
+            rms_norm_eps=self.rms_norm_eps,
+        )
 
     @property
     def indexer(self) -> IndexerConfig:

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..indexer.buffer import TopkIndicesBuffer
+from ..indexer.dsa_attention import DSAAttention, DSACache
 from ..speculator.batch import StepBatch
-from .attention import LayerCache, SparseAttention
 from .config import TinyConfig
 from .linear import RowBlockLinear, in_row_blocks
 
@@ -34,7 +34,9 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: TinyConfig, role: str, buffer: TopkIndicesBuffer) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = SparseAttention(config, role, buffer)
+        self.self_attn = DSAAttention(
+            config.attention, role, buffer, linear=RowBlockLinear, rowwise=in_row_blocks
+        )
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
@@ -43,11 +45,27 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def forward(
-        self, x: torch.Tensor, batch: StepBatch, context_lens: torch.Tensor, cache: LayerCache
+        self, x: torch.Tensor, batch: StepBatch, context_lens: torch.Tensor, cache: DSACache
     ) -> torch.Tensor:
-        """Rows x [T, hidden_size] → [T, hidden_size]; see `SparseAttention.forward`."""
-        normed = in_row_blocks(self.input_layernorm, x)
-        x = x + self.self_attn(normed, batch, context_lens, cache)
+        """Rows x [T, hidden_size] → [T, hidden_size]; their cache rows are written.
+
+        Args:
+            x: one row a token of `batch`.
+            batch: positions, slots and block table of the rows.
+            context_lens: [T] int32, `batch.context_lens()`.
+            cache: this layer's.
+        """
+        attended = self.self_attn(
+            in_row_blocks(self.input_layernorm, x),
+            batch.positions,
+            cache=cache,
+            slot_mapping=batch.slot_mapping,
+            block_table=batch.block_table,
+            row_to_request=batch.row_to_request,
+            context_lens=context_lens,
+            max_context_len=batch.max_context_len,
+        )
+        x = x + attended
         return in_row_blocks(self.feed_forward, x)
 
 

@@ -9,9 +9,8 @@ from torch import nn
 
 from ..indexer import sharing
 from ..indexer.buffer import TopkIndicesBuffer
-from ..indexer.index_k_cache import IndexKCache
+from ..indexer.dsa_attention import DSACache
 from ..speculator.batch import StepBatch
-from .attention import LatentCache, LayerCache
 from .layers import DecoderLayer
 from .linear import in_row_blocks
 from .model import TinyLM
@@ -136,7 +135,7 @@ def build(
         num_pages: pages of every cache; target and draft use the same page ids.
         max_num_tokens: the most rows a forward may have, padding included.
         page_size: S, tokens a page.
-        dtype: of weights, activations and latents; float32 or float64.
+        dtype: of weights and activations, float32 or float64; latents are float32.
         index_k_dtype: of the cached index keys.
         append_columns: columns of the draft's selection beyond index_topk, for a speculator
             that appends new positions (K − 1).
@@ -151,18 +150,19 @@ def build(
 
 def _layer_caches(
     layers: Iterable[DecoderLayer], num_pages: int, page_size: int, index_k_dtype: torch.dtype
-) -> list[LayerCache]:
+) -> list[DSACache]:
     caches = []
     for layer in layers:
         attention = layer.self_attn
-        latent = LatentCache(
-            num_pages * page_size,
-            attention.config.latent_size,
-            attention.kv_b_proj.weight.dtype,
+        weights = attention.kv_b_proj.weight.dtype
+        caches.append(
+            DSACache.make(
+                attention.config,
+                "shared" if attention.indexer is None else "full",
+                num_pages,
+                page_size=page_size,
+                dtype=torch.float32 if weights == torch.float64 else weights,
+                index_k_dtype=index_k_dtype,
+            )
         )
-        index_k = None
-        if attention.indexer is not None:
-            dim = attention.config.index_head_dim
-            index_k = IndexKCache(num_pages, dim, page_size=page_size, dtype=index_k_dtype)
-        caches.append(LayerCache(latent, index_k))
     return caches

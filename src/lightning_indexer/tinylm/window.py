@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ..indexer.dsa_attention import DSAAttention
 from ..indexer.lightning_indexer import LightningIndexer
-from .attention import SparseAttention
 from .layers import DecoderLayer
 
 
@@ -62,7 +62,7 @@ def run_layer(
 
 
 def _attend(
-    attention: SparseAttention,
+    attention: DSAAttention,
     x: torch.Tensor,
     positions: torch.Tensor,
     sparse: bool,
@@ -81,7 +81,11 @@ def _attend(
             if attention.indexer is not None and (sparse or learn_index):
                 scores = index_scores(attention.indexer, x.detach(), q_resid.detach(), positions)
                 scores = scores.masked_fill(~mask, float("-inf"))
-                mask = select_top(scores, attention.config.index_topk) & mask if sparse else mask
+                mask = (
+                    select_top(scores, attention.config.indexer.index_topk) & mask
+                    if sparse
+                    else mask
+                )
         keys = Keys(attention.latent(x, cos, sin), mask)
     k, v = _expand(attention, keys.latent)
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=keys.mask.unsqueeze(1))
@@ -108,7 +112,7 @@ def select_top(scores: torch.Tensor, k: int) -> torch.Tensor:
     return above | (ties & (ties.cumsum(dim=-1) <= room))
 
 
-def _expand(attention: SparseAttention, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _expand(attention: DSAAttention, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [B, H, S, nope+rope] and values [B, H, S, v]: the absorbed product, multiplied out."""
     w_kb, w_vb = attention.up_projections()
     kv, rope = latent.split(
