@@ -171,7 +171,8 @@ def _write_index_k_kernel(
     if values_ptr.dtype.element_ty != tl.uint8:
         tl.store(values, convert(k, values_ptr.dtype.element_ty), mask=mask)
     else:
-        payload, scale = quantize_rows(convert(k, tl.float32), UE8M0, E4M3_MAX, MIN_AMAX)
+        x = convert(k, tl.float32)
+        payload, scale = quantize_rows(x, UE8M0, E4M3_MAX, MIN_AMAX, FP8_UNITS=False)
         tl.store(values, payload, mask=mask)
         tl.store(scales_ptr + page * stride_sp + token * stride_st, scale, mask=written)
 

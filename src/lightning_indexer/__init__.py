@@ -23,6 +23,9 @@ from .indexer import (
 from .kernels.compact import compact_topk_indices
 from .kernels.mqa_logits import mqa_logits
 from .kernels.paged_mqa_logits import paged_mqa_logits
+from .kernels.prepare_index_k import prepare_index_k
+from .kernels.prepare_index_q import prepare_index_q
+from .kernels.prepare_ragged_index_k import prepare_ragged_index_k
 from .kernels.read_index_k import read_index_k
 from .kernels.select_topk import paged_select_topk, select_topk
 from .kernels.slots import indices_to_slots
@@ -111,6 +114,9 @@ __all__ = [
     "mqa_logits",
     "paged_mqa_logits",
     "paged_select_topk",
+    "prepare_index_k",
+    "prepare_index_q",
+    "prepare_ragged_index_k",
     "read_index_k",
     "rejection_sample",
     "select_topk",
