@@ -61,12 +61,13 @@ class TopkIndicesBuffer:
         check_int("max_rows", max_rows, minimum=1)
         self.append_columns = check_int("append_columns", append_columns, minimum=0)
         check_int("width", width, minimum=1 + append_columns)
-        with torch.inference_mode(False):  # an inference tensor has no version counter
+        # An inference tensor has no version counter, and cannot be written outside of the mode.
+        with torch.inference_mode(False):
             self.indices = torch.full((max_rows, width), -1, dtype=torch.int32, device=device)
+            #: [M] int64: position of the token that each request's row was selected for.
+            self.anchor_positions = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
         # A view with a version counter of its own: appending is no selection
         self._appended = self.indices.data[:, width - append_columns :]
-        #: [M] int64: position of the token that each request's row was selected for.
-        self.anchor_positions = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
         self.generation = 0
         self.state = SelectionState(SelectionKind.UNTRACKED)
 

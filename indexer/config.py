@@ -36,9 +36,14 @@ class IndexerConfig:
         external_rope: the checkpoint scales RoPE (YaRN, …); `LightningIndexer` then insists on
             tables from the caller.
         k_norm_eps: epsilon of the key's layer norm.
+        hadamard: queries and keys are transformed before they are cached or quantised, as in
+            DeepSeek's own code: scores are the same but for rounding, and e4m3 loses less.
+        fp8_queries: queries are quantised to e4m3 where the cache's keys are, which the fastest
+            kernels take; otherwise they keep the model's dtype.
 
     Raises:
-        ValueError: for a size below 1, an odd or too wide rotary part, or an unknown style.
+        ValueError: for a size below 1, an odd or too wide rotary part, an unknown style, or
+            `hadamard` with an index_head_dim that is no power of two.
     """
 
     hidden_size: int
@@ -52,6 +57,8 @@ class IndexerConfig:
     max_position_embeddings: int = 4096
     external_rope: bool = False
     k_norm_eps: float = 1e-6
+    hadamard: bool = False
+    fp8_queries: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "q_lora_rank", "index_n_heads", "index_head_dim", "index_topk"):
@@ -66,6 +73,10 @@ class IndexerConfig:
         if self.rope_style not in get_args(RopeStyle):
             raise ValueError(
                 f"rope_style must be one of {get_args(RopeStyle)}, got {self.rope_style!r}"
+            )
+        if self.hadamard and self.index_head_dim & (self.index_head_dim - 1):
+            raise ValueError(
+                f"hadamard needs a power of two for index_head_dim, got {self.index_head_dim}"
             )
 
     @classmethod

@@ -15,7 +15,7 @@ from .dsa_config import DSAConfig
 from .index_k_cache import IndexKCache
 from .latent_cache import LatentCache
 from .lightning_indexer import LightningIndexer
-from .rope import apply_rope, rope_tables
+from .rope import RopeTables, apply_rope
 
 #: Runs a function of rows on rows: `rowwise(f, *tensors)` is `f(*tensors)`.
 Rowwise = Callable[..., torch.Tensor]
@@ -76,9 +76,6 @@ class DSAAttention(nn.Module):
     Source: DeepSeek-V2 (absorbed latent attention) and DeepSeek-V3.2-Exp (selection) reports.
     """
 
-    rope_cos: torch.Tensor
-    rope_sin: torch.Tensor
-
     def __init__(
         self,
         config: DSAConfig,
@@ -109,13 +106,11 @@ class DSAAttention(nn.Module):
         self.indexer = (
             LightningIndexer(config.indexer, buffer, linear=linear) if role == "full" else None
         )
-        cos, sin = rope_tables(
+        self.rope_tables = RopeTables(
             config.indexer.max_position_embeddings,
             config.qk_rope_head_dim,
             config.indexer.rope_theta,
         )
-        self.register_buffer("rope_cos", cos.to(torch.get_default_dtype()), persistent=False)
-        self.register_buffer("rope_sin", sin.to(torch.get_default_dtype()), persistent=False)
 
     def query_residual(self, x: torch.Tensor) -> torch.Tensor:
         """The compressed query [..., q_lora_rank] that attention and indexer share."""
@@ -227,4 +222,4 @@ class DSAAttention(nn.Module):
             return rope
         if self.config.indexer.external_rope:
             raise ValueError("rope must be given: the config scales RoPE, got None")
-        return self.rope_cos[positions], self.rope_sin[positions]
+        return self.rope_tables(positions)

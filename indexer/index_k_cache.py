@@ -50,6 +50,11 @@ class IndexKCache:
                 f"dtype must be float8_e4m3fn, bfloat16, float16 or float32, got {dtype}"
             )
 
+    @property
+    def quantized(self) -> bool:
+        """Whether keys are e4m3 with a scale."""
+        return self.data.dtype == torch.uint8
+
     def write(self, k: torch.Tensor, slots: torch.Tensor) -> None:
         """Inserts keys k [n, D] at flat slots [n]; slot −1 is skipped."""
         write_index_k(self.data, k, slots, page_size=self.page_size, scale_format=self.scale_format)

@@ -9,11 +9,16 @@ from einops import rearrange
 from torch import nn
 
 from ..kernels.compact import compact_topk_indices
+from ..kernels.prepare_index_k import prepare_index_k
+from ..kernels.prepare_index_q import prepare_index_q
 from ..kernels.select_topk import paged_select_topk
 from .buffer import TopkIndicesBuffer
 from .config import IndexerConfig
 from .index_k_cache import IndexKCache
-from .rope import apply_rope, rope_tables
+from .rope import RopeTables, apply_rope
+
+#: Positions (None: a table row a token), cos and sin, as the ops take them.
+_Rope = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 
 class LightningIndexer(nn.Module):
@@ -39,9 +44,6 @@ class LightningIndexer(nn.Module):
     Source: DeepSeek-V3.2-Exp technical report, section 2.1; skip_topk from vLLM's MTP sharing.
     """
 
-    rope_cos: torch.Tensor
-    rope_sin: torch.Tensor
-
     def __init__(
         self,
         config: IndexerConfig,
@@ -66,11 +68,9 @@ class LightningIndexer(nn.Module):
         self.wk = linear(config.hidden_size, dim, bias=False)
         self.k_norm = nn.LayerNorm(dim, eps=config.k_norm_eps)
         self.weights_proj = linear(config.hidden_size, heads, bias=False)
-        cos, sin = rope_tables(
+        self.rope_tables = RopeTables(
             config.max_position_embeddings, config.qk_rope_head_dim, config.rope_theta
         )
-        self.register_buffer("rope_cos", cos.to(torch.get_default_dtype()), persistent=False)
-        self.register_buffer("rope_sin", sin.to(torch.get_default_dtype()), persistent=False)
 
     def set_skip_topk(self, skip: bool) -> None:
         """Turns reuse of the buffer's rows on or off."""
@@ -84,29 +84,19 @@ class LightningIndexer(nn.Module):
         """Row i of the buffer becomes its old row rows[i]: one row per request, in place."""
         compact_topk_indices(self.buffer.indices, rows)
 
-    def query(
-        self,
-        q_resid: torch.Tensor,
-        positions: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """q [..., H, D] from q_resid [..., q_lora_rank] at positions [...]."""
+    def query(self, q_resid: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """q [..., H, D] from q_resid [..., q_lora_rank] at positions [...], differentiably."""
         q = rearrange(self.wq_b(q_resid), "... (h d) -> ... h d", h=self.config.index_n_heads)
-        cos, sin = self._rope(positions, rope)
+        cos, sin = self.rope_tables(positions)
         return apply_rope(q, cos.unsqueeze(-2), sin.unsqueeze(-2), self.config.rope_style)
 
-    def key(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """k [..., D] from hidden [..., hidden_size] at positions [...]."""
-        cos, sin = self._rope(positions, rope)
+    def key(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """k [..., D] from hidden [..., hidden_size] at positions [...], differentiably."""
+        cos, sin = self.rope_tables(positions)
         return apply_rope(self.k_norm(self.wk(hidden)), cos, sin, self.config.rope_style)
 
     def head_weights(self, hidden: torch.Tensor) -> torch.Tensor:
-        """w [..., H], the scale H^-0.5·D^-0.5 folded in."""
+        """w [..., H], the scale H^-0.5·D^-0.5 folded in, differentiably."""
         heads, dim = self.config.index_n_heads, self.config.index_head_dim
         return self.weights_proj(hidden) * (heads**-0.5 * dim**-0.5)
 
@@ -145,15 +135,17 @@ class LightningIndexer(nn.Module):
             ValueError: when the buffer has fewer than T rows, or the config needs `rope`.
         """
         rows = self.buffer.rows(hidden.shape[0])
-        if not self.skip_topk or self.writes_skipped_index_k:
-            cache.write(self._score_dtype(self.key(hidden, positions, rope)), slot_mapping)
+        if self.skip_topk and not self.writes_skipped_index_k:
+            return rows
+        tables = self._rope(positions, rope)
+        self._write_keys(hidden, tables, cache, slot_mapping)
         if self.skip_topk:
             return rows
-        q = self._score_dtype(self.query(q_resid, positions, rope))
+        q, weights = self._queries(hidden, q_resid, tables, cache)
         paged_select_topk(
             q.unsqueeze(1),
             cache.data,
-            self.head_weights(hidden).to(torch.float32),
+            weights,
             context_lens,
             block_table,
             self.config.index_topk,
@@ -164,16 +156,49 @@ class LightningIndexer(nn.Module):
         )
         return rows
 
+    def _write_keys(
+        self, hidden: torch.Tensor, tables: _Rope, cache: IndexKCache, slots: torch.Tensor
+    ) -> None:
+        norm = self.k_norm
+        prepare_index_k(
+            at_most_fp32(self.wk(hidden)),
+            at_most_fp32(norm.weight),
+            at_most_fp32(norm.bias),
+            *tables,
+            cache.data,
+            slots,
+            eps=norm.eps,
+            rope_style=self.config.rope_style,
+            hadamard=self.config.hadamard,
+            page_size=cache.page_size,
+            scale_format=cache.scale_format,
+        )
+
+    def _queries(
+        self, hidden: torch.Tensor, q_resid: torch.Tensor, tables: _Rope, cache: IndexKCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [T, H, D], in e4m3 if it is to be, and weights [T, H] with every factor."""
+        q = rearrange(self.wq_b(q_resid), "t (h d) -> t h d", h=self.config.index_n_heads)
+        quantize = self.config.fp8_queries and cache.quantized
+        return prepare_index_q(
+            at_most_fp32(q),
+            at_most_fp32(self.weights_proj(hidden)),
+            *tables,
+            rope_style=self.config.rope_style,
+            hadamard=self.config.hadamard,
+            scale_format=cache.scale_format if quantize else None,
+        )
+
     def _rope(
         self, positions: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> _Rope:
         if rope is not None:
-            return rope
+            return None, rope[0].to(torch.float32), rope[1].to(torch.float32)
         if self.config.external_rope:
             raise ValueError("rope must be given: the config scales RoPE, got None")
-        return self.rope_cos[positions], self.rope_sin[positions]
+        return positions, self.rope_tables.cos, self.rope_tables.sin
 
-    @staticmethod
-    def _score_dtype(x: torch.Tensor) -> torch.Tensor:
-        """Scores are computed from at most fp32 operands."""
-        return x.to(torch.float32) if x.dtype == torch.float64 else x
+
+def at_most_fp32(x: torch.Tensor) -> torch.Tensor:
+    """x, in fp32 if it is float64: kernels compute in fp32."""
+    return x.to(torch.float32) if x.dtype == torch.float64 else x

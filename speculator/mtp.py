@@ -80,18 +80,23 @@ class MTPSpeculator(AutoRegressiveSpeculator):
             model: the draft.
             draft_config: in place of the one given to the constructor.
         """
-        super().load_draft_model(model)
         if draft_config is None:
             draft_config = self._draft_config
         if draft_config is None:
             draft_config = getattr(model, "config", {})
-        self.sharing: SharingCapability = resolve_sharing(model, draft_config)
-        self.share_mtp_topk_indices = self.sharing.model is not None
-        for buffer in self.sharing.buffers:
+        sharing = resolve_sharing(model, draft_config)
+        self._check_options(model, sharing)
+        super().load_draft_model(model)
+        self.sharing: SharingCapability = sharing
+        self.share_mtp_topk_indices = sharing.model is not None
+        for buffer in sharing.buffers:
             buffer.track()
-        self.runner.watch(self.sharing.buffers)
-        self._set_up_append()
-        self._set_up_refresh()
+        self.runner.watch(sharing.buffers)
+        self.steps.extend_selection = self._append_new_positions if self._append else None
+        self.refresh_every = self._refresh or None
+        set_write = getattr(sharing.model, "set_write_skipped_index_k", None)
+        if callable(set_write):
+            set_write(bool(self._refresh))
 
     def graph_state(self) -> Hashable:
         """(skip_topk,): the flag that a graph bakes in."""
@@ -139,34 +144,27 @@ class MTPSpeculator(AutoRegressiveSpeculator):
         self.stats.rows_refreshed += num_reqs
         self._set_skip_topk(True)
 
-    def _set_up_append(self) -> None:
-        self.steps.extend_selection = None
-        if not self._append:
-            return
+    def _check_options(self, model: DraftModel, sharing: SharingCapability) -> None:
+        """Raises ValueError unless the draft has what this speculator's options need."""
         needed = max(self.config.num_speculative_steps - 1, 0)
-        columns = [buffer.append_columns for buffer in self.sharing.buffers]
-        if not columns or min(columns) < needed:
+        columns = [buffer.append_columns for buffer in sharing.buffers]
+        if self._append and (not columns or min(columns) < needed):
             raise ValueError(
                 f"append_new_positions needs shared topk_buffers with append_columns of at least"
                 f" {needed}, got {columns}"
             )
-        self.steps.extend_selection = self._append_new_positions
+        if self._refresh and not callable(
+            getattr(sharing.model, "set_write_skipped_index_k", None)
+        ):
+            raise ValueError(
+                f"refresh_every={self._refresh} needs a draft that shares and has"
+                f" set_write_skipped_index_k, got {type(model).__name__}"
+            )
 
     def _append_new_positions(self, batch: StepBatch) -> None:
         new = torch.where(batch.slot_mapping >= 0, batch.positions, -1)
         for buffer in self.sharing.buffers:
             buffer.append(new, self.batches.last_positions[: new.shape[0]])
-
-    def _set_up_refresh(self) -> None:
-        set_write = getattr(self.sharing.model, "set_write_skipped_index_k", None)
-        if self._refresh and set_write is None:
-            raise ValueError(
-                f"refresh_every={self._refresh} needs a draft that shares and has"
-                f" set_write_skipped_index_k, got {type(self.model).__name__}"
-            )
-        self.refresh_every = self._refresh or None
-        if set_write is not None:
-            set_write(bool(self._refresh))
 
     def _set_skip_topk(self, skip: bool) -> None:
         if self.sharing.model is not None:

@@ -356,7 +356,7 @@ def test_tables_of_the_caller_replace_plain_rope():
     scaled = _indexer(replace(CONFIG, external_rope=True))
     with pytest.raises(ValueError, match="rope must be given"):
         _run(scaled, cache, batch)
-    given_tables = plain.rope_cos[batch.positions], plain.rope_sin[batch.positions]
+    given_tables = plain.rope_tables(batch.positions)
     assert torch.equal(_run(scaled, cache, batch, rope=given_tables), expected)
 
 

@@ -70,7 +70,7 @@ def _attend(
     mask: torch.Tensor | None,
     keys: Keys | None,
 ) -> WindowOutput:
-    cos, sin = attention.rope_cos[positions], attention.rope_sin[positions]
+    cos, sin = attention.rope_tables(positions)
     q_resid = attention.query_residual(x)
     q = torch.cat(attention.query(q_resid, cos, sin), dim=-1).transpose(1, 2)  # [B, H, T, ·]
     scores = None
