@@ -38,10 +38,11 @@ class Setting:
     recorded: bool
     shares: bool
     sampling: bool
+    plan: str = "plain"
 
     def __str__(self) -> str:
         words = "recorded" if self.recorded else "eager", "shared" if self.shares else "fresh"
-        return "-".join([*words, "sampling" if self.sampling else "greedy"])
+        return "-".join([*words, "sampling" if self.sampling else "greedy", self.plan])
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,14 @@ class Place:
 
     `propose` and `capture` say which of its calls in a round, and in a capture, is the step's;
     None where it is not called. A path that starts with "graph" is the middle of a replay.
+    `refreshes` is whether step 7 is selecting afresh then; None where it changes.
     """
 
     step: int
     path: str
     propose: int | None = None
     capture: int | None = None
+    refreshes: bool | None = False
 
     def __str__(self) -> str:
         return f"{self.step}-{self.path}".replace(" ", "-")
@@ -63,9 +66,14 @@ class Place:
     def call(self, phase: str, setting: Setting) -> int | None:
         """The call that fails in this setting; None where the place is not reached."""
         sharing = self.path.startswith("model.") and self.path not in FORWARD
+        if sharing and not setting.shares:
+            return None
         replayed = phase == "propose" and setting.recorded
-        absent = FORWARD if replayed else ("graph prefill", "graph decode")
-        if (sharing and not setting.shares) or self.path in absent:
+        if replayed and (
+            self.path in IN_GRAPHS or (setting.plan == "fused" and self.path in IN_FUSED_GRAPHS)
+        ):
+            return None
+        if self.path.startswith("graph") and not replayed:
             return None
         call = getattr(self, phase)
         # a capture runs each size greedily and, if it can sample, once again
@@ -76,8 +84,10 @@ class Place:
 
 
 FORWARD = ("model.forward", "model.compute_logits")
+IN_GRAPHS = (*FORWARD, "model.buffer.append")
+IN_FUSED_GRAPHS = ("batches.decode", "steps.keep_drafts")
 
-# by SIZES, calls 0 and 1 of a capture are step 0, 2 and 3 are later steps
+# by SIZES, calls 0 and 1 of a capture are step 0, 2 and more are later steps
 TABLE = (
     Place(1, "batches.prefill", propose=0),
     Place(1, "batches.dummy", capture=0),
@@ -97,31 +107,76 @@ TABLE = (
     Place(6, "on_multi_step_decode_begin", 0, 0),
     Place(6, "model.buffer.check_reusable", 0, 0),
     Place(6, "model.set_skip_topk", 1, 1),
-    Place(7, "batches.decode", propose=1),
-    Place(7, "batches.dummy", capture=3),
     Place(7, "runner.run", propose=1),
     Place(7, "runner.capture", capture=2),
     Place(7, "model.forward", 1, 2),
-    Place(7, "model.forward", 3, 3),
-    Place(7, "model.compute_logits", 2, 3),
-    Place(7, "graph decode", propose=1),
-    Place(7, "observer", propose=2),
     Place(8, "on_multi_step_decode_end", 0, 0),
-    Place(8, "model.set_skip_topk", 2, 2),
 )
+# what else there is in a round of four decode steps, or three and one that refreshes in between
+PLANS = {
+    "plain": (
+        Place(7, "batches.decode", propose=1),
+        Place(7, "batches.dummy", capture=3),
+        Place(7, "model.forward", 3, 3),
+        Place(7, "model.compute_logits", 2, 3),
+        Place(7, "graph decode", propose=1),
+        Place(7, "observer", propose=2),
+        Place(8, "model.set_skip_topk", 2, 2),
+    ),
+    "refresh": (
+        Place(7, "batches.decode", propose=1, refreshes=True),
+        Place(7, "batches.decode", propose=2),
+        Place(7, "batches.dummy", capture=3, refreshes=True),
+        Place(7, "reselection", 0, 0),
+        Place(7, "model.set_skip_topk", 2, 2, refreshes=None),
+        Place(7, "model.buffer.forget_appended", 1, 1, refreshes=True),
+        Place(7, "runner.run", propose=2, refreshes=True),
+        Place(7, "runner.capture", capture=3, refreshes=True),
+        Place(7, "model.forward", 2, 3, refreshes=True),
+        Place(7, "model.compute_logits", 2, 3, refreshes=True),
+        Place(7, "graph refresh", propose=0, refreshes=True),
+        Place(7, "observer", propose=1, refreshes=True),
+        Place(7, "model.buffer.mark_refreshed", 0, 0, refreshes=True),
+        Place(7, "model.buffer.check_reusable", 1, 1, refreshes=True),
+        Place(7, "model.set_skip_topk", 3, 3, refreshes=None),
+        Place(7, "model.buffer.append", 0, 0),
+        Place(7, "model.buffer.append", 1, 1),
+        Place(7, "model.forward", 3, 4),
+        Place(7, "graph decode", propose=1),
+        Place(8, "model.set_skip_topk", 4, 6),
+    ),
+    "fused": (
+        Place(7, "batches.decode", 1, 1),
+        Place(7, "batches.dummy", capture=3),
+        Place(7, "steps.keep_drafts", 2, 1),
+        Place(7, "runner.capture", capture=3),
+        Place(7, "model.buffer.append", 1, 2),
+        Place(7, "model.forward", 3, 4),
+        Place(7, "model.compute_logits", 2, 5),
+        Place(7, "graph decode", propose=0),
+        Place(8, "model.set_skip_topk", 2, 2),
+    ),
+}
 SETTINGS = [
-    Setting(recorded, shares, sampling)
+    Setting(recorded, *kind)
     for recorded in (False, True)
-    for shares, sampling in ((True, False), (False, False), (True, True))
+    for kind in (
+        (True, False),
+        (False, False),
+        (True, True),
+        (True, False, "refresh"),
+        (True, False, "fused"),
+    )
 ]
 CASES = [
     pytest.param(phase, place, setting, late, id=f"{phase}-{place}-{setting}-{when}")
     for phase in ("propose", "capture")
-    for place in TABLE
     for setting in SETTINGS
+    for place in (*TABLE, *PLANS[setting.plan])
     if place.call(phase, setting) is not None
     for late, when in ((False, "before"), (True, "after"))
     if late or not (setting.recorded and setting.sampling)  # these take longest
+    if late or setting.plan == "plain" or place not in TABLE  # and in these nothing else is new
 ]
 
 
@@ -132,13 +187,22 @@ def every_fault_is_recovered_from():
 
 
 def _speculator(setting: Setting, steps: int) -> MTPSpeculator:
-    config = toy_config(steps, vocab_size=VOCAB if setting.sampling else None, **SIZES)
+    fused, refined = setting.plan == "fused", setting.plan != "plain"
+    config = toy_config(
+        steps,
+        vocab_size=VOCAB if setting.sampling else None,
+        fused_steps=(steps,) if fused and steps > 1 else (),
+        **SIZES,
+    )
+    kind = SoftDraft if setting.sampling else SharingDraft
     speculator = MTPSpeculator(
-        toy_draft(config, SoftDraft if setting.sampling else SharingDraft),
+        toy_draft(config, kind, append_columns=refined * (steps - 1)),
         config,
         draft_config={"index_share_for_mtp_iteration": setting.shares},
         runner=RecordedRunner() if setting.recorded else None,
-        observer=lambda *_: None,
+        observer=None if fused else lambda *_: None,
+        append_new_positions=refined,
+        refresh_every=2 if setting.plan == "refresh" else None,
     )
     if setting.recorded:
         speculator.capture()
@@ -207,8 +271,9 @@ def test_fault_is_recovered_from(phase, place, setting, late, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(fault.error, match="injected"):
         fault.install(place.path, patch)
         speculator.capture() if phase == "capture" else _round(speculator, LENGTHS[0], short)
-    if place.step not in (6, 8):  # where it changes; so the fault was in the right step
-        assert fault.flag == (setting.shares and place.step == 7)
+    # so the fault was in the right step; but in steps 6 and 8 the flag changes
+    if place.step not in (6, 8) and place.refreshes is not None:
+        assert fault.flag == (setting.shares and place.step == 7 and not place.refreshes)
     # step 8 alone takes the flag off: when it has not begun to, the next round's step 2 does it
     assert speculator.model.skip_topk == (setting.shares and place.step == 8 and not late)
     assert phase == "propose" or vars(speculator.stats) == counted
@@ -246,5 +311,6 @@ def _assert_captures(speculator: MTPSpeculator, expected: object) -> None:
 @pytest.mark.parametrize("phase", ["propose", "capture"])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_table_breaks_every_step(phase, setting):
-    broken = {place.step for place in TABLE if place.call(phase, setting) is not None}
+    places = (*TABLE, *PLANS[setting.plan])
+    broken = {place.step for place in places if place.call(phase, setting) is not None}
     assert broken == set(range(1, 9))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counting import counts_examples
-from lightning_indexer.indexer.layer_plan import layer_roles
+from lightning_indexer.indexer.layer_plan import layer_roles, stage_roles
 
 pytestmark = pytest.mark.once
+
+
+GLM_52 = {"num_hidden_layers": 78, "index_topk_freq": 4, "index_skip_topk_offset": 3}
 
 
 def _full(**config) -> list[int]:
@@ -20,7 +24,7 @@ def _full(**config) -> list[int]:
 
 def test_glm_52_has_21_full_layers():
     # ikawrakow/ik_llama.cpp#2063: own top-k on all 78 layers cost perplexity
-    full = _full(num_hidden_layers=78, index_topk_freq=4, index_skip_topk_offset=3)
+    full = _full(**GLM_52)
     assert full == [0, 1, *range(2, 78, 4)]
     assert len(full) == 21
     assert 39 not in full  # sgl-project/sglang#28537: a stage that begins there needs indices
@@ -117,3 +121,50 @@ def test_frequency_rule(layers, freq, offset, drafts):
 def test_bad_config_is_refused(config, message):
     with pytest.raises(ValueError, match=message):
         layer_roles(config)
+
+
+def test_stage_of_glm_52_that_begins_at_39_needs_a_selection_from_the_stage_before():
+    # sgl-project/sglang#28537: layer 39 is shared; its rows are layer 38's
+    roles = layer_roles(GLM_52)
+    needed = r"first must be a full layer .* unless receives_selection, got layer 39"
+    with pytest.raises(ValueError, match=needed) as refusal:
+        stage_roles(roles, 39, 78)
+    assert "[0, 1, 2, 6, 10, " in str(refusal.value)  # where it could begin
+    assert stage_roles(roles, 39, 78, receives_selection=True)[:4] == (*["shared"] * 3, "full")
+    assert stage_roles(roles, 0, 39) == roles[:39]
+    assert stage_roles(roles, 38, 78) == roles[38:]
+
+
+plans = st.lists(st.sampled_from(["full", "shared"]), max_size=20).map(lambda r: ["full", *r])
+
+
+@given(plans, st.data(), st.booleans())
+@counts_examples("layer_roles")
+def test_stage_runs_if_its_first_layer_selects_or_is_handed_a_selection(roles, data, receives):
+    first = data.draw(st.integers(0, len(roles) - 1))
+    end = data.draw(st.integers(first + 1, len(roles)))
+    if roles[first] == "full" or receives:
+        stage = stage_roles(roles, first, end, receives_selection=receives)
+        assert list(stage) == roles[first:end]
+    else:
+        with pytest.raises(ValueError, match=f"got layer {first}, which is shared"):
+            stage_roles(roles, first, end, receives_selection=receives)
+
+
+@given(plans, st.sets(st.integers(1, 19), max_size=4))
+@counts_examples("layer_roles")
+def test_stages_that_hand_selections_on_are_the_whole_model(roles, cuts):
+    bounds = [0, *sorted(cut for cut in cuts if cut < len(roles)), len(roles)]
+    stages = [
+        stage_roles(roles, first, end, receives_selection=first > 0)
+        for first, end in pairwise(bounds)
+    ]
+    assert [role for stage in stages for role in stage] == roles
+
+
+@pytest.mark.parametrize("receives", [False, True])
+@pytest.mark.parametrize("bounds", [(0, 0), (2, 1), (-1, 2), (0, 4), (3, 4), (3, 3)])
+def test_stage_outside_the_layers_is_refused(bounds, receives):
+    message = rf"\[first, end\) must lie in \[0, 3\), got \[{bounds[0]}, {bounds[1]}\)"
+    with pytest.raises(ValueError, match=message):
+        stage_roles(("full",) * 3, *bounds, receives_selection=receives)

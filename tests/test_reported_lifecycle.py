@@ -55,7 +55,7 @@ def _nothing_rejected(batch: li.StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
 def _caches(draft: TinyDraft) -> list[torch.Tensor]:
     """All that a runtime keeps of a token: index keys with their scales, and latents."""
     index_k = draft.cache.index_k.state_tensors().values()
-    return [*index_k, draft.cache.latent.rows[:-1]]  # the last row is nobody's
+    return [*index_k, draft.cache.latent.rows]
 
 
 @pytest.mark.parametrize("verified", [1, 3])
@@ -88,6 +88,9 @@ def test_stage_that_begins_with_a_shared_layer_runs_on_the_rows_of_the_stage_bef
         {"num_hidden_layers": 78, "index_topk_freq": 4, "index_skip_topk_offset": 3}
     )
     assert roles[38:40] == ("full", "shared")
+    with pytest.raises(ValueError, match="got layer 39, which is shared"):
+        li.stage_roles(roles, 39, 78)
+    assert li.stage_roles(roles, 39, 78, receives_selection=True) == roles[39:]
     lm = random_model(0)
     assert lm.config.roles[:2] == ("full", "shared")
     whole, first, second = (

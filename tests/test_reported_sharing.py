@@ -123,8 +123,9 @@ def test_request_from_another_machine_brings_keys_and_selects_for_itself(
     there.propose(*simple_round(afar, [5]))
     here.propose(*simple_round(table, [5]))
     places, owner = torch.arange(5), torch.ones(5, dtype=torch.int32)
-    moved = there.model.cache.keys[afar.slots(places, owner * 0)]
-    here.model.cache.keys[table.slots(places, owner)] = moved
+    for name in ("cache", "index_k"):
+        moved = getattr(there.model, name).keys[afar.slots(places, owner * 0)]
+        getattr(here.model, name).keys[table.slots(places, owner)] = moved
 
     chunks = [[2, 0], [1]]
     expected = []
@@ -139,6 +140,40 @@ def test_request_from_another_machine_brings_keys_and_selects_for_itself(
     assert here.propose(batch, zeros, zeros + 1).tolist() == [expected[r] for r in order]
     assert here.stats.rows_computed - computed == 3  # every row of step 0, the newcomer's too
     assert here.stats.rows_reused - reused == 4
+
+
+@pytest.mark.parametrize("mode", ["eager", "steps", "fused"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_request_whose_first_round_left_no_selection_selects_in_the_next(
+    first: int, mode: str
+) -> None:
+    # sgl-project/sglang#30839: no round but one of K > 1 leaves a selection of one row a request.
+    config = toy_config(4, padded=mode != "eager", fused_steps=(4,) if mode == "fused" else ())
+    runner = None if mode == "eager" else li.RecordedRunner()
+    speculator = li.MTPSpeculator(toy_draft(config), config, runner=runner)
+    if mode != "eager":
+        speculator.capture()
+    table = toy_block_table(config)
+    lengths, zeros = [5, 2], torch.zeros(2, dtype=torch.int64)
+    oracles = [
+        DraftOracle(pages, config.page_size, config.max_model_len, shares=True)
+        for pages in (simple_round(table, lengths), table.table[:2].tolist())[1]
+    ]
+    for steps, start, tokens in ((first, 0, [0, 1, 2, 0, 1]), (4, 5, [1]), (first, 6, [2])):
+        rows = [
+            li.RequestRows(0, start, tokens),
+            # the other one's prefix came from elsewhere: a row a round from the start
+            li.RequestRows(1, {0: 0, 5: 1, 6: 2}[start], [tokens[0]]),
+        ]
+        got = speculator.propose(
+            target_rows(table, rows), zeros, zeros + 1, num_speculative_steps=steps
+        )
+        expected = [
+            oracle.propose(row.start, row.token_ids, 0, 1, steps)
+            for oracle, row in zip(oracles, rows, strict=True)
+        ]
+        assert got[:, :steps].tolist() == expected
+    assert speculator.stats.rows_compacted == 2
 
 
 @pytest.mark.parametrize("recorded", [False, True])

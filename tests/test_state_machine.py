@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,9 +29,10 @@ from lightning_indexer.speculator.batch import RequestRows
 from lightning_indexer.speculator.recorded import RecordedRunner
 from lightning_indexer.speculator.runner import EagerRunner
 from lightning_indexer.speculator.verify import verify_greedy
-from schedules import NOTHING, Fault, Request, Round, idle
+from schedules import Fault, Options, Request, Round, idle
 from toy import (
     VOCAB,
+    Chance,
     DraftOracle,
     ToyTarget,
     num_slots,
@@ -46,36 +48,52 @@ BUDGET = 20  # target rows of a round
 seeds = st.integers(0, 2**32 - 1)
 faults = st.builds(
     Fault,
-    place=st.sampled_from(["forward", "observer", "compact", "skip"]),
-    step=st.integers(0, 3),
-    retried=st.booleans(),
+    place=st.sampled_from(["forward", "observer", "compact", "skip", "append", "refresh"]),
+    step=st.integers(0, 4),
+    retried=st.sampled_from([False, True, False]),
 )
-seen: Counter[str] = Counter()
+plans = st.builds(
+    Options,
+    shares=st.sampled_from([True, True, True, False]),
+    append=st.booleans(),
+    refresh_every=st.sampled_from([None, 2, None, 1, 3]),
+).map(lambda options: options if options.shares else Options(shares=False))
+KINDS = (
+    "rounds", "sampled rounds", "abandoned rounds", "empty rounds", "dummies", "acceptances",
+    "rejections", "captures", "failed captures", "replays", "fused replays", "refreshed rows",
+    "appending rounds",
+)  # fmt: skip
+seen: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
 
 
 class Schedule(RuleBasedStateMachine):
     @initialize(
         steps=st.sampled_from([4, 3, 2, 5, 1, 0]),
         max_model_len=st.sampled_from([24, 12, 9]),
-        shares=st.sampled_from([True, True, True, False]),
-        captured=st.booleans(),
+        options=plans,
+        fused=st.sampled_from([(4,), (2, 5), (), (3,)]),
+        samples=st.sampled_from([False, True, False]),
+        captured=st.sampled_from([True, False, True]),
         seed=seeds,
     )
-    def start(self, steps, max_model_len, shares, captured, seed):
+    def start(self, steps, max_model_len, options, fused, samples, captured, seed):
         self.config = toy_config(
-            steps, padded=True, max_model_len=max_model_len,
-            max_num_tokens=BUDGET, prefill_sizes=(4, 9, BUDGET),
+            steps, max_model_len=max_model_len, max_num_tokens=BUDGET,
+            prefill_sizes=(6, BUDGET), decode_sizes=(2, 4), vocab_size=VOCAB if samples else None,
         )  # fmt: skip
+        self.options, self.samples = options, samples
         self.table = toy_block_table(self.config)
         self.target = ToyTarget(num_slots(self.config))
+        fuses = replace(self.config, fused_steps=tuple(k for k in fused if k <= steps))
         self.lanes = [
-            Lane(self.config, runner, shares=shares) for runner in (EagerRunner(), RecordedRunner())
+            Lane(self.config, EagerRunner(), options),
+            Lane(fuses, RecordedRunner(), options),
         ]
         self.requests: list[Request] = []
         for _ in range(1 + seed % 3):
             self.join(seed)
         if captured:
-            self.capture(None)
+            self.lanes[1].capture(None)
 
     @property
     def running(self) -> list[Request]:
@@ -90,7 +108,12 @@ class Schedule(RuleBasedStateMachine):
         self.table.allocate(row, self.config.max_model_len)
         pages = self.table.table[row].tolist()
         oracle = DraftOracle(
-            pages, self.config.page_size, self.config.max_model_len, self.lanes[0].shares
+            pages,
+            self.config.page_size,
+            self.config.max_model_len,
+            self.options.shares,
+            refresh_every=self.options.refresh_every,
+            append_columns=self.lanes[0].draft.buffer.append_columns,
         )
         self.requests.append(Request(row, prompt, oracle))
 
@@ -125,13 +148,19 @@ class Schedule(RuleBasedStateMachine):
         free = self.config.max_num_reqs - len(parts)
         count = rng.choice([0, 0, rng.randint(0, free)])
         caps = [rng.randint(-1, 5) for _ in range(len(parts) + count)]
+        chances = [
+            Chance(rng.choice([0, 0.5, 1, 3]), rng.choice([0.5, 0.75, 1]), rng.getrandbits(64))
+            for _ in caps
+        ]
         caps = rng.choice([None, caps])
-        self._round(parts, count, min(steps, self.config.num_speculative_steps), caps, fault)
+        chances = rng.choice([None, chances, chances]) if self.samples else None
+        steps = min(steps, self.config.num_speculative_steps)
+        self._round(parts, count, steps, fault, caps=caps, chances=chances)
 
     @rule(count=st.integers(0, 4), steps=st.integers(0, 5), fault=st.none() | faults)
     def idle_round(self, count, steps, fault):
         """Dummies, or nobody at all."""
-        self._round([], count, min(steps, self.config.num_speculative_steps), None, fault)
+        self._round([], count, min(steps, self.config.num_speculative_steps), fault)
 
     @rule(fault=st.none() | faults)
     def capture(self, fault):
@@ -147,36 +176,46 @@ class Schedule(RuleBasedStateMachine):
         EXAMPLES["speculator schedules"] += 1
         for lane in getattr(self, "lanes", []):
             seen["replays"] += lane.replays
+            seen["fused replays"] += lane.fused_replays
+            seen["refreshed rows"] += lane.stats.rows_refreshed
 
-    def _round(self, parts, num_dummies, steps, caps, fault):
+    def _round(self, parts, num_dummies, steps, fault, *, caps=None, chances=None):
         rows = [RequestRows(r.row, r.computed, tokens) for r, tokens, _ in parts]
         live_rows = sum(len(row.token_ids) for row in rows)
         rows += self._dummies(num_dummies)
         batch = idle(target_rows(self.table, rows), len(parts), live_rows)
-        zeros = [0] * num_dummies
-        round_ = Round(batch, [], [], caps, steps)
+        round_ = Round(batch, [], [], caps, steps, chances)
         for (request, tokens, drafted), (accepted, next_token) in zip(
             parts, self._verify(batch, parts), strict=True
         ):
             self._add(round_, request, tokens, drafted - accepted, next_token)
             seen["rejections"] += drafted - accepted
             seen["acceptances"] += accepted
-        round_.rejected += zeros
-        round_.next_tokens += zeros
-        round_.drafts += [[-1] * self.config.num_speculative_steps for _ in zeros]
-        round_.anchors += [NOTHING for _ in zeros]
+        for _ in range(num_dummies):
+            columns = self.lanes[0].draft.buffer.append_columns
+            round_.add_dummy(self.config.num_speculative_steps, columns)
         if not rows:
             for lane in self.lanes:
                 lane.play_nothing(round_)
             seen["empty rounds"] += 1
             return
         usable = [lane.play(round_, fault) for lane in self.lanes]
+        if all(usable) and chances is not None:
+            self._compare_probabilities(round_)
+            seen["sampled rounds"] += 1
         for (request, _, _), drafts in zip(parts, round_.drafts, strict=False):
             sampled = request.computed == len(request.tokens) - 1
             request.drafts = [t for t in drafts if t >= 0] if all(usable) and sampled else []
         seen["rounds"] += 1
         seen["abandoned rounds"] += not all(usable)
         seen["dummies"] += num_dummies
+        seen["appending rounds"] += self.options.append and steps > 1
+
+    def _compare_probabilities(self, round_):
+        """Lanes drew from the same bits."""
+        ours, theirs = (lane.speculator.draft_probs for lane in self.lanes)
+        for request, laws in enumerate(round_.laws):
+            assert torch.equal(ours[request, : len(laws)], theirs[request, : len(laws)])
 
     def _dummies(self, count: int) -> list[RequestRows]:
         """One row each, on the pages of live requests, as far as there are any."""
@@ -206,10 +245,12 @@ class Schedule(RuleBasedStateMachine):
         last, most = start + live - 1, round_.steps
         if round_.caps is not None:
             most = max(min(most, round_.caps[len(round_.rejected)]), 0)
-        drafts = request.oracle.propose(start, tokens, rejected, next_token, most)
+        chance = None if round_.chances is None else round_.chances[len(round_.rejected)]
+        drafts = request.oracle.propose(start, tokens, rejected, next_token, most, chance)
         unused = self.config.num_speculative_steps - most
         round_.drafts.append([*drafts, *[-1] * unused])
-        round_.anchors.append([request.oracle.pages[0], last, next_token, last + 1])
+        round_.laws.append(request.oracle.laws[: len([t for t in drafts if t >= 0])])
+        round_.add_rows(request.oracle)
         end = min(max(start + len(tokens), last + most), self.config.max_model_len)
         round_.slots |= {request.slot(position) for position in range(start, end)}
         round_.rejected.append(rejected)

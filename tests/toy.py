@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import ceil, exp
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from lightning_indexer.speculator.config import SpeculatorConfig
 PRIME = 10007  # exact in fp32, and squares of small multiples are exact in int64
 HIDDEN = 3
 VOCAB = 3  # few tokens, so that drafts are often right by chance
-WIDTH = 4
+WIDTH = 5
 
 
 def mix(*values: Any) -> Any:
@@ -100,12 +101,14 @@ def plain_decoding(prompt: Sequence[int], count: int) -> list[int]:
 class PlainDraft:
     """Selects at every step; has no callables to share with.
 
-    A row's selection is (first page of its request, position, token, length): a signature.
+    A row's selection is (first page of its request, position, token, length, a hash of the index
+    keys that it sees): a signature.
 
     Args:
         num_slots: slots of its cache.
         max_rows: M of its selection buffer.
         pair: whether forward returns the feedback states apart.
+        append_columns: columns of the buffer that come after a signature.
         log: hears of every forward that Python executes.
         fail_at: the forward, counted from 0, that raises.
     """
@@ -116,14 +119,18 @@ class PlainDraft:
         max_rows: int,
         *,
         pair: bool = False,
+        append_columns: int = 0,
         log: Callable[[str, bool], None] | None = None,
         fail_at: int | None = None,
     ) -> None:
         self.config = {"index_share_for_mtp_iteration": True}
-        self.cache = ToyCache(num_slots)
-        self.buffer = TopkIndicesBuffer(max_rows, WIDTH)
+        self.cache, self.index_k = ToyCache(num_slots), ToyCache(num_slots)
+        self.buffer = TopkIndicesBuffer(
+            max_rows, WIDTH + append_columns, append_columns=append_columns
+        )
         self.topk_buffers = [self.buffer]
         self.skip_topk = False
+        self.writes_skipped_index_k = False
         self.pair, self.log, self.fail_at = pair, log, fail_at
         self.forwards = 0
 
@@ -136,12 +143,17 @@ class PlainDraft:
         inputs = (batch.input_ids, batch.positions, *columns(batch.hidden))
         self.cache.write(batch.slot_mapping, mix(*inputs))
         lens = batch.context_lens().to(torch.int64)
+        if not self.skip_topk or self.writes_skipped_index_k:
+            self.index_k.write(batch.slot_mapping, mix(*inputs[::-1]))
         rows = self.buffer.rows(batch.num_tokens_padded)
         if not self.skip_topk:
             request = batch.row_to_request.clamp_min(0).to(torch.int64)
             first_page = batch.block_table[request, 0].to(torch.int64)
-            signature = torch.stack([first_page, batch.positions, batch.input_ids, lens], dim=1)
-            rows.copy_(torch.where(batch.slot_mapping.unsqueeze(1) >= 0, signature, -1))
+            signature = torch.stack(
+                [first_page, *inputs[1::-1], lens, self.index_k.context(batch)], dim=1
+            )
+            live = batch.slot_mapping.unsqueeze(1) >= 0
+            rows[:, :WIDTH].copy_(torch.where(live, signature, -1))
         selection = rows.to(torch.int64).unbind(1)
         context = self.cache.context(batch)
         seed = mix(*inputs, batch.slot_mapping, lens, context, *selection)
@@ -153,61 +165,155 @@ class PlainDraft:
 
 
 class SharingDraft(PlainDraft):
-    """Has both callables: skipping steps read the buffer's rows and leave them alone."""
+    """Has all callables: skipping steps read the buffer's rows and leave them alone."""
 
     def set_skip_topk(self, skip: bool) -> None:
         self.skip_topk = skip
+
+    def set_write_skipped_index_k(self, write: bool) -> None:
+        self.writes_skipped_index_k = write
 
     def compact_topk_indices(self, rows: torch.Tensor) -> None:
         compact_topk_indices(self.buffer.indices, rows)
 
 
+@dataclass(frozen=True)
+class Chance:
+    """How a request samples: the formulas of `sampling.py`, of values that fp32 holds exactly."""
+
+    temperature: float
+    top_p: float
+    seed: int
+
+    def law(self, logits: Sequence[float]) -> list[float]:
+        """The probability of every token."""
+        best = max(logits)
+        if self.temperature <= 0:
+            return [float(token == logits.index(best)) for token in range(len(logits))]
+        weights = [int(2**40 * exp((x - best) / self.temperature)) for x in logits]
+        total = sum(weights)
+        need = max(ceil(self.top_p * total), 1) if self.top_p < 1 else total
+        before = 0
+        for token in sorted(range(len(weights)), key=lambda token: -weights[token]):
+            before, weights[token] = before + weights[token], weights[token] * (before < need)
+        return [weight / sum(weights) for weight in weights]
+
+    def draw(self, law: Sequence[float], place: int) -> int:
+        """The token drafted for `place` of the sequence."""
+        share, running = self._uniform(place), 0.0
+        for token, probability in enumerate(law):
+            running += probability
+            if running > share:
+                return token
+        return max(token for token, probability in enumerate(law) if probability)
+
+    def _uniform(self, place: int) -> float:
+        mixed = 0
+        for number in (self.seed, 0, place):  # 0 is the purpose: a draft
+            mixed = split_mix(mixed + (number + 1) * 0x9E3779B97F4A7C15)
+        return ((mixed >> 12) + 0.5) / 2**52
+
+
+def split_mix(z: int) -> int:
+    """SplitMix64's output function."""
+    z %= 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
 @dataclass
 class DraftOracle:
-    """What a draft proposes for one request, in plain Python and without any batch."""
+    """What a draft proposes for one request, in plain Python and without any batch.
+
+    Args:
+        pages: of the request.
+        page_size: tokens of each.
+        max_model_len: positions it may have.
+        shares: whether later steps reuse step 0's selection,
+        refresh_every: but for multiples of this,
+        append_columns: and append the positions made since in as many columns; 0 appends none.
+        pair: as the draft's.
+
+    Attributes:
+        rows: the request's selection after each step of the last round.
+        laws: what each draft of the last round was drawn from.
+    """
 
     pages: list[int]
     page_size: int
     max_model_len: int
     shares: bool
     pair: bool = False
+    refresh_every: int | None = None
+    append_columns: int = 0
     keys: dict[int, int] = field(default_factory=dict)
+    index_keys: dict[int, int] = field(default_factory=dict)
+    rows: list[list[int]] = field(default_factory=list)
+    laws: list[list[float]] = field(default_factory=list)
 
     def propose(
-        self, start: int, tokens: Sequence[int], rejected: int, next_token: int, steps: int
+        self,
+        start: int,
+        tokens: Sequence[int],
+        rejected: int,
+        next_token: int,
+        steps: int,
+        chance: Chance | None = None,
     ) -> list[int]:
         """Drafts after `tokens`, run by the target from position `start`."""
         live = len(tokens) - rejected
         ids = [*tokens[1:live], next_token]
+        self.laws = []
         for offset, token in enumerate(ids):
             position = start + offset
             states = expand(mix(tokens[offset], position))  # target_hidden's
-            self._write(token, position, states)
+            self._write(token, position, states, selects=True)
         last = start + live - 1
         selection = self._signature(ids[-1], last)
+        self.rows = [list(selection)]
         output = self._forward(ids[-1], last, states, selection)
-        drafts = [mix(*output) % VOCAB]
+        drafts = [self._choose(output, last, chance)]
         for step in range(1, steps):
             position = last + step
             if position >= self.max_model_len:
                 drafts.extend([-1] * (steps - step))
                 break
             states = [(x + 1) % PRIME for x in output] if self.pair else output
-            self._write(drafts[-1], position, states)
-            if not self.shares:
+            selects = not self.shares or self.refreshes(step)
+            self._write(drafts[-1], position, states, selects=selects)
+            if selects:
                 selection = self._signature(drafts[-1], position)
+            elif self.append_columns:
+                selection[WIDTH + step - 1] = position
+            self.rows.append(list(selection))
             output = self._forward(drafts[-1], position, states, selection)
-            drafts.append(mix(*output) % VOCAB)
+            drafts.append(self._choose(output, position, chance))
         return drafts[:steps]
 
-    def _write(self, token: int, position: int, states: list[int]) -> None:
-        self.keys[position] = mix(token, position, *states)
+    def refreshes(self, step: int) -> bool:
+        """Whether step s ≥ 1 selects afresh amid others that reuse."""
+        return self.shares and self.refresh_every is not None and step % self.refresh_every == 0
 
-    def _signature(self, token: int, position: int) -> tuple[int, ...]:
-        return self.pages[0], position, token, position + 1
+    def _choose(self, output: list[int], position: int, chance: Chance | None) -> int:
+        best = mix(*output) % VOCAB
+        if chance is None:
+            return best
+        self.laws.append(chance.law([float(token == best) for token in range(VOCAB)]))
+        return chance.draw(self.laws[-1], position + 2)
+
+    def _write(self, token: int, position: int, states: list[int], *, selects: bool) -> None:
+        self.keys[position] = mix(token, position, *states)
+        if selects or self.refresh_every is not None:
+            self.index_keys[position] = mix(*states[::-1], position, token)
+
+    def _signature(self, token: int, position: int) -> list[int]:
+        index_context = sum(mix(p, self.index_keys[p]) for p in range(position + 1)) % PRIME
+        nothing = [-1] * self.append_columns
+        return [self.pages[0], position, token, position + 1, index_context, *nothing]
 
     def _forward(
-        self, token: int, position: int, states: list[int], selection: tuple[int, ...]
+        self, token: int, position: int, states: list[int], selection: list[int]
     ) -> list[int]:
         page, offset = divmod(position, self.page_size)
         slot = self.pages[page] * self.page_size + offset
@@ -277,13 +383,17 @@ def simple_round(
 
 
 def simple_drafts(
-    table: BlockTable, lengths: Sequence[int], steps: int, *, shares: bool
+    table: BlockTable, lengths: Sequence[int], steps: int, *, shares: bool, **options: Any
 ) -> torch.Tensor:
-    """What a draft must propose after `simple_round`, by the oracle."""
+    """What a draft must propose after `simple_round`, by the oracle with these options."""
     drafts = []
     for request, length in enumerate(lengths):
         oracle = DraftOracle(
-            table.table[request].tolist(), table.page_size, table.max_model_len, shares
+            table.table[request].tolist(),
+            table.page_size,
+            table.max_model_len,
+            shares,
+            **options,
         )
         tokens = [(request + i) % VOCAB for i in range(length)]
         drafts.append(oracle.propose(0, tokens, 0, 1, steps))
