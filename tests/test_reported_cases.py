@@ -20,58 +20,78 @@ def _scoring(batch: int, next_n: int, pages: int = 6) -> tuple[torch.Tensor, ...
     return q, torch.randn(pages, 4, 8), torch.randn(batch * next_n, 2)
 
 
-def test_context_beyond_the_block_table_is_rejected() -> None:
+@pytest.mark.parametrize("page, pages, next_n, past", [(64, 2, 3, 2), (16, 1, 2, 1), (4, 5, 4, 3)])
+def test_context_beyond_the_block_table_is_rejected(
+    page: int, pages: int, next_n: int, past: int
+) -> None:
     # vllm-project/vllm#46074: draft tokens run a block past max_model_len.
-    q, _, weights = _scoring(1, 3)
-    (lengths, table), cache = _int32([130], [[0, 1]]), torch.randn(3, 64, 8)
-    with pytest.raises(ValueError, match=r"block_table.*130.*2 pages of 64"):
-        paged_mqa_logits(q, cache, weights, lengths, table, max_context_len=130)
-    (table,) = _int32([[0, 1, 2]])
-    scores = paged_mqa_logits(q, cache, weights, lengths, table, max_context_len=130)
-    assert torch.isfinite(scores).sum(1).tolist() == [128, 129, 130]
+    q, _, weights = _scoring(1, next_n)
+    length = page * pages + past
+    (lengths, table), cache = _int32([length], [range(pages)]), torch.randn(pages + 1, page, 8)
+    options = {"max_context_len": length, "page_size": page}
+    with pytest.raises(ValueError, match=rf"block_table.*{length}.*{pages} pages of {page}"):
+        paged_mqa_logits(q, cache, weights, lengths, table, **options)
+    (table,) = _int32([range(pages + 1)])
+    scores = paged_mqa_logits(q, cache, weights, lengths, table, **options)
+    assert torch.isfinite(scores).sum(1).tolist() == list(range(length - next_n + 1, length + 1))
 
 
+@pytest.mark.parametrize("bad, place, length", [(7, 1, 10), (3, 0, 12), (2**31 - 1, 2, 9)])
 def test_page_outside_the_cache_scores_nothing_and_is_an_error_in_check_mode(
-    monkeypatch: pytest.MonkeyPatch,
+    bad: int, place: int, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # local-inference-lab/b12x#160: page ids above the cache size were read.
     q, cache, weights = _scoring(1, 1, pages=3)
-    lengths, table = _int32([10], [[0, 7, 2]])
+    lengths, table = _int32([length], [[0, 1, 2]])
+    table[0, place] = bad
     options = {"max_context_len": 12, "page_size": 4}
     scores = paged_mqa_logits(q, cache, weights, lengths, table, **options)
-    assert torch.isfinite(scores)[0].nonzero().flatten().tolist() == [0, 1, 2, 3, 8, 9]
+    seen = [p for p in range(length) if p // 4 != place]
+    assert torch.isfinite(scores)[0].nonzero().flatten().tolist() == seen
     monkeypatch.setenv("LIGHTNING_INDEXER_CHECK", "1")
-    with pytest.raises(ValueError, match=r"block_table.*\[0, 3\), got 7"):
+    with pytest.raises(ValueError, match=rf"block_table.*\[0, 3\), got {bad}"):
         paged_mqa_logits(q, cache, weights, lengths, table, **options)
 
 
-def test_rows_of_a_request_read_its_whole_table_line() -> None:
+@pytest.mark.parametrize(
+    "requests, next_n, pages, page", [(2, 2, 4, 1), (3, 4, 5, 2), (5, 1, 3, 7)]
+)
+def test_rows_of_a_request_read_its_whole_table_line(
+    requests: int, next_n: int, pages: int, page: int
+) -> None:
     # vllm-project/vllm#48404: expanding [2, 4] tables into a width-3 buffer mixed requests.
-    (table,) = _int32([[1, 2, 3, 4], [5, 6, 7, 8]])
-    indices, requests = torch.arange(4).expand(4, 4).int(), torch.tensor([0, 0, 1, 1]).int()
-    slots = indices_to_slots(indices, table, requests, 1)
-    assert slots.tolist() == [[1, 2, 3, 4]] * 2 + [[5, 6, 7, 8]] * 2
+    table = torch.arange(1, requests * pages + 1, dtype=torch.int32).view(requests, pages)
+    rows = requests * next_n
+    indices = torch.arange(pages * page, dtype=torch.int32).expand(rows, -1)
+    owners = torch.arange(requests, dtype=torch.int32).repeat_interleave(next_n)
+    slots = indices_to_slots(indices, table, owners, page).view(requests, next_n, -1)
+    for request in range(requests):
+        first = page * (1 + request * pages)
+        assert slots[request].tolist() == [list(range(first, first + pages * page))] * next_n
 
 
-def test_score_columns_past_a_narrow_table_are_never_looked_up() -> None:
+@pytest.mark.parametrize("width, slots, k", [(1024, 32, 16), (300, 7, 5), (70, 64, 6)])
+def test_score_columns_past_a_narrow_table_are_never_looked_up(
+    width: int, slots: int, k: int
+) -> None:
     # flashinfer-ai/flashinfer#2486: scores 1024 wide over a table of 32 slots a request.
-    torch.manual_seed(0)
+    torch.manual_seed(width)
     rows = 2 if INTERPRET else 8
-    logits = torch.randn(rows, 1024)
-    logits[:, 32:] = 1e30
-    table = torch.full((rows, 33), 555, dtype=torch.int32)[:, :32]  # 555 lies behind the lines
-    table[:] = torch.randperm(32 * rows).view(rows, 32)
-    kept = topk_indices(logits, 16, None, torch.full((rows,), 32))
-    best = logits[:, :32].argsort(1, descending=True)[:, :16].sort(1).values
+    logits = torch.randn(rows, width)
+    logits[:, slots:] = 1e30
+    table = torch.full((rows, slots + 1), 555, dtype=torch.int32)[:, :slots]  # 555: behind a line
+    table[:] = torch.randperm(slots * rows).view(rows, slots)
+    kept = topk_indices(logits, k, None, torch.full((rows,), slots))
+    best = logits[:, :slots].argsort(1, descending=True)[:, :k].sort(1).values
     assert torch.equal(kept, best.int())
     requests = torch.arange(rows)
     assert torch.equal(indices_to_slots(kept, table, requests, 1), table.gather(1, best))
-    unaware = topk_indices(logits, 16)  # lengths forgotten: positions that the table does not have
-    assert (unaware >= 32).all()
+    unaware = topk_indices(logits, k)  # lengths forgotten: positions that the table does not have
+    assert (unaware >= slots).all()
     assert (indices_to_slots(unaware, table, requests, 1) == -1).all()
 
 
-@pytest.mark.parametrize("batch, next_n", [(32, 1), (33, 2)])
+@pytest.mark.parametrize("batch, next_n", [(32, 1), (33, 2), (1, 4), (64, 1)])
 def test_batch_without_any_key_selects_nothing(batch: int, next_n: int) -> None:
     # deepseek-ai/DeepGEMM#353: all lengths zero made the schedule read past the batch.
     q, cache, weights = _scoring(batch, next_n)
@@ -81,23 +101,28 @@ def test_batch_without_any_key_selects_nothing(batch: int, next_n: int) -> None:
     assert (topk_indices(scores[:2], 3) == -1).all()
 
 
-def test_lengths_behind_the_batch_are_never_used() -> None:
+@pytest.mark.parametrize("behind", [2**30, -(2**31), 7])
+@pytest.mark.parametrize("lengths", [[5, 6], [8], [0, 3, 8, 1, 7]])
+def test_lengths_behind_the_batch_are_never_used(lengths: list[int], behind: int) -> None:
     # deepseek-ai/DeepGEMM#344: idle workers read context_lens[batch].
-    q, cache, weights = _scoring(2, 1)
-    buffer, table = _int32([5, 6, 2**30], [[0, 1], [2, 3]])
+    batch = len(lengths)
+    q, cache, weights = _scoring(batch, 1)
+    buffer, table = _int32([*lengths, behind], [[i, 5 - i] for i in range(batch)])
     options = {"max_context_len": 8, "page_size": 4}
-    sliced = paged_mqa_logits(q, cache, weights, buffer[:2], table, **options)
-    alone = paged_mqa_logits(q, cache, weights, buffer[:2].clone(), table, **options)
+    sliced = paged_mqa_logits(q, cache, weights, buffer[:-1], table, **options)
+    alone = paged_mqa_logits(q, cache, weights, buffer[:-1].clone(), table, **options)
     assert torch.equal(sliced, alone)
-    assert torch.isfinite(sliced).sum(1).tolist() == [5, 6]
+    assert torch.isfinite(sliced).sum(1).tolist() == lengths
 
 
-def test_slices_and_transposes_score_like_contiguous_tensors() -> None:
-    # vllm-project/vllm#45292 and #40987: lengths, tables and weights sliced from wider buffers.
-    q, cache, weights = _scoring(3, 2)
-    lengths = torch.randint(1, 9, (8, 4), dtype=torch.int32)[:3, :2]
-    table = torch.randint(0, 6, (3, 5), dtype=torch.int32)[:, :2]
-    wide = torch.full((6, 5), float("nan"))
+@pytest.mark.parametrize("batch, next_n", [(3, 2), (1, 4), (8, 1)])
+def test_slices_and_transposes_score_like_contiguous_tensors(batch: int, next_n: int) -> None:
+    # vllm-project/vllm#45292 (lengths [8, 4] cut to [3, 2]) and vllm-project/vllm#40987: queries
+    # heads first; lengths, tables and weights cut from wider buffers.
+    q, cache, weights = _scoring(batch, next_n)
+    lengths = torch.randint(1, 9, (8, 4), dtype=torch.int32)[:batch, :next_n]
+    table = torch.randint(0, 6, (batch, 5), dtype=torch.int32)[:, :2]
+    wide = torch.full((batch * next_n, 5), float("nan"))
     wide[:, 1:3] = weights
     heads_first = q.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
     options = {"max_context_len": 8, "page_size": 4}

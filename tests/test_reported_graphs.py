@@ -66,10 +66,13 @@ def _paged(device: str, batch: int = 3, next_n: int = 2, *, pages: int = 4) -> d
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_replay_writes_the_callers_output_from_lengths_of_now(device: str) -> None:
+@pytest.mark.parametrize("next_n, topk", [(2, 5), (1, 1), (4, 40)])
+def test_replay_writes_the_callers_output_from_lengths_of_now(
+    next_n: int, topk: int, device: str
+) -> None:
     # NVIDIA/TensorRT-LLM#16290: the output came from the capture's pool and was gone on replay.
-    inputs = _paged(device)
-    out = torch.full((6, 5), 777, dtype=torch.int32, device=device)
+    inputs = _paged(device, next_n=next_n) | {"topk": topk}
+    out = torch.full((3 * next_n, topk), 777, dtype=torch.int32, device=device)
     inputs["context_lens"].fill_(1)
     replay = _captured(lambda: li.paged_select_topk(**inputs, out=out), device)
     address = out.data_ptr()
@@ -84,13 +87,16 @@ def test_replay_writes_the_callers_output_from_lengths_of_now(device: str) -> No
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_nothing_accumulates_when_short_captures_replay_on_long_rows(device: str) -> None:
+@pytest.mark.parametrize("captured", [1, 0, 6000])
+def test_nothing_accumulates_when_short_captures_replay_on_long_rows(
+    captured: int, device: str
+) -> None:
     # vllm-project/vllm#41665: captured at length 1, replayed at 40,000, counters never cleared.
     # flashinfer-ai/flashinfer#3615: later replays hung on a barrier that the first had left.
     logits = torch.randn(2, LONG, generator=torch.Generator().manual_seed(0)).to(device)
     starts, ends = torch.zeros((2, 2), dtype=torch.int32, device=device)
     out = torch.empty((2, 9), dtype=torch.int32, device=device)
-    ends.fill_(1)
+    ends.fill_(captured)
     replay = _captured(lambda: li.topk_indices(logits, 9, starts, ends, out=out), device)
     for length in [LONG, 1, LONG, 5000] * (25 if device == "cuda" else 1):
         ends.fill_(length)
@@ -157,9 +163,10 @@ def test_batch_without_any_key_selects_nothing(batch: int, next_n: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_lies_behind_the_lengths_is_never_used(device: str) -> None:
+@pytest.mark.parametrize("batch, next_n", [(3, 2), (1, 1), (32, 1)])
+def test_what_lies_behind_the_lengths_is_never_used(batch: int, next_n: int, device: str) -> None:
     # deepseek-ai/DeepGEMM#344: idle workers read one length too many.
-    inputs = _paged(device)
+    inputs = _paged(device, batch, next_n)
     expected = li.paged_select_topk(**inputs)
     for name in ("context_lens", "block_table"):
         x = inputs[name]

@@ -24,23 +24,31 @@ def inputs(rows: int, length: int, heads: int, head_dim: int) -> tuple[torch.Ten
     return q, k, torch.randn(rows, heads, generator=g), torch.zeros_like(ends), ends
 
 
+@pytest.mark.parametrize(
+    "rows, length, budget, pieces",
+    [(8, 1024, 4096, [4, 4]), (7, 300, 700, [2, 2, 2, 1]), (3, 64, 64, [1, 1, 1]), (5, 9, 45, [5])],
+)
 def test_request_above_the_budget_is_split_between_its_rows(
-    monkeypatch: pytest.MonkeyPatch,
+    rows: int, length: int, budget: int, pieces: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # vllm-project/vllm#36178: only the keys were bounded, a long request still came as one piece.
     chunks, select = [], module.TOPK_OP
     monkeypatch.setattr(
         module, "TOPK_OP", lambda x, *a, **kw: (chunks.append(x.numel()), select(x, *a, **kw))
     )
-    rows = inputs(8, 1024, 2, 8)
-    split = select_topk(*rows, 64, workspace_bytes=4 * 4096)
-    assert chunks == [4096, 4096]
-    assert torch.equal(split, select_topk(*rows, 64))
-    assert torch.equal(split, topk_indices(mqa_logits(*rows), 64, *rows[3:]))
+    request = inputs(rows, length, 2, 8)
+    split = select_topk(*request, length // 16 + 1, workspace_bytes=4 * budget)
+    assert chunks == [length * piece for piece in pieces]
+    assert torch.equal(split, select_topk(*request, length // 16 + 1))
+    scores = mqa_logits(*request)
+    assert torch.equal(split, topk_indices(scores, length // 16 + 1, *request[3:]))
 
 
 @pytest.mark.parametrize("clean", [True, False])
-def test_many_rows_are_chunked_by_bytes(clean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count, length, pieces", [(11, 60, [4, 4, 3]), (6, 33, [4, 2])])
+def test_many_rows_are_chunked_by_bytes(
+    count: int, length: int, pieces: list[int], clean: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # vllm-project/vllm#41063: a budget divided by all rows gave chunks of one key, and results
     # depended on whether the scores had been filled with −inf first.
     launches, score, select = [], module.MQA_LOGITS_OP, module.TOPK_OP
@@ -53,9 +61,9 @@ def test_many_rows_are_chunked_by_bytes(clean: bool, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         module, "TOPK_OP", lambda x, *a, **kw: (launches.append(x.shape), select(x, *a, **kw))
     )
-    rows = inputs(11, 60, 2, 8)
-    got = select_topk(*rows, 5, workspace_bytes=4 * 60 * 4 + 200)
-    assert launches == [(4, 60)] * 2 + [(3, 60)]
+    rows = inputs(count, length, 2, 8)
+    got = select_topk(*rows, 5, workspace_bytes=4 * length * 4 + 3 * length)  # less than a row more
+    assert launches == [(piece, length) for piece in pieces]
     assert torch.equal(got, topk_indices(mqa_logits(*rows), 5, *rows[3:]))
 
 
@@ -74,10 +82,12 @@ def test_longer_contexts_get_fewer_rows_a_chunk_and_never_more_bytes(
 
 @pytest.mark.once
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_scores_are_summed_over_heads_piece_by_piece() -> None:
+@pytest.mark.parametrize("count, length, heads", [(64, 16_384, 64), (16, 40_000, 128)])
+def test_scores_are_summed_over_heads_piece_by_piece(count: int, length: int, heads: int) -> None:
     # sgl-project/sglang#33246: a [rows, heads, keys] tensor, 256 MiB here, ran out of memory past
     # 128K. The report allows 32 MiB at this length; a first call's libraries take some too.
-    rows, out = inputs(64, 16_384, 64, 128), torch.zeros(64, 16_384)
+    rows, out = inputs(count, length, heads, 128), torch.zeros(count, length)
+    assert 4 * count * length * heads >= 256 * MIB
     assert _growth(lambda: mqa_logits(*rows, out=out)) < 64 * MIB
 
 

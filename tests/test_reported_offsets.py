@@ -23,10 +23,11 @@ def int32(values: object, device: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_row_2_31_bytes_into_the_scores_is_written(device: str) -> None:
+@pytest.mark.parametrize("length", [16, 130])
+def test_row_2_31_bytes_into_the_scores_is_written(length: int, device: str) -> None:
     # ROCm/aiter#4244: row 512 of stride 2²⁰ is the first whose store was dropped.
     torch.manual_seed(0)
-    rows, length = 9 if INTERPRET else 513, 16
+    rows = 9 if INTERPRET else 513
     q, k = torch.randn(rows, 2, 8, device=device), torch.randn(length, 8, device=device)
     weights, starts = torch.rand(rows, 2, device=device), int32([0] * rows, device)
     stale = torch.full((rows, length), 12345.0, device=device)
@@ -37,15 +38,18 @@ def test_row_2_31_bytes_into_the_scores_is_written(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_page_6_gigabytes_into_the_pool_is_written_read_and_scored(device: str) -> None:
+@pytest.mark.parametrize("last, stride", [(4564, 1_435_968), (301, 2**24)])
+def test_page_6_gigabytes_into_the_pool_is_written_read_and_scored(
+    last: int, stride: int, device: str
+) -> None:
     # ROCm/aiter#4427 (page 4564 of stride 1,435,968 scored NaN), vllm-project/vllm#46222 (the
     # insert and the gather of such a pool).
     torch.manual_seed(0)
-    compact = torch.zeros(4565, 4, 1, 12, dtype=torch.uint8, device=device)
-    pool = far_apart(compact, 0, 4564 * 1_435_968 - 64)
-    assert pool.stride(0) == 1_435_968
-    k, slots = torch.randn(3, 8, device=device), int32([4564 * 4, 4564 * 4 + 3, 9], device)
-    table, lens = int32([[4564, 2]], device), int32([6], device)
+    compact = torch.zeros(last + 1, 4, 1, 12, dtype=torch.uint8, device=device)
+    pool = far_apart(compact, 0, last * stride - 64)
+    assert pool.stride(0) == stride
+    k, slots = torch.randn(3, 8, device=device), int32([last * 4, last * 4 + 3, 9], device)
+    table, lens = int32([[last, 2]], device), int32([6], device)
     q, weights = torch.randn(1, 1, 2, 8, device=device), torch.rand(1, 2, device=device)
     found = []
     for cache in (compact, pool):
@@ -77,13 +81,16 @@ def test_keys_in_a_wide_buffer_score_like_packed_ones(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_each_of_many_short_rows_is_selected_from(device: str) -> None:
+@pytest.mark.parametrize("rows, columns, k", [(70_000, 4, 2), (66_000, 7, 3), (60_000, 10, 1)])
+def test_each_of_many_short_rows_is_selected_from(
+    rows: int, columns: int, k: int, device: str
+) -> None:
     # pytorch/pytorch#82569 (60,000 rows failed); 70,000 also exceed a grid dimension of 65,535.
-    rows = 100 if INTERPRET else 70_000
+    rows = rows // 700 if INTERPRET else rows
     first = torch.arange(rows, device=device)[:, None]
-    logits = ((torch.arange(4, device=device) - first) % 4).float()
-    best = torch.stack([(first[:, 0] + 2) % 4, (first[:, 0] + 3) % 4], dim=1).sort(1).values
-    assert torch.equal(topk_indices(logits, 2), best.int())
+    logits = ((torch.arange(columns, device=device) - first) % columns).float()
+    best = (first - 1 - torch.arange(k, device=device)) % columns
+    assert torch.equal(topk_indices(logits, k), best.sort(1).values.int())
 
 
 @pytest.mark.gpu
