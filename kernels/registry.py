@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+#: Ops are `torch.ops.<this>.<name>`. A copy for Hugging Face kernels has another value here: two
+#: copies of the package in one process would collide in torch's registry otherwise.
 NAMESPACE = "lightning_indexer"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 

@@ -223,6 +223,21 @@ def compile_report(
         raise typer.Exit(1)
 
 
+@app.command(name="build-kernels")
+def build_kernels(
+    out: Annotated[Path, typer.Option(help="Folder of the repository; made if need be.")] = Path(
+        "indexer-kernels"
+    ),
+) -> None:
+    """Write layers and ops as a local repository for Hugging Face's kernels package."""
+    from .adapters.huggingface_kernels import build
+
+    try:
+        Console().print(f"built {build(out)}", soft_wrap=True, markup=False, highlight=False)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--out") from None
+
+
 def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
     if given and file is not None:
         raise typer.BadParameter("give --prompt or --prompt-file, not both")

@@ -1,0 +1,1 @@
+"""Adapters for other runtimes, one module a runtime; nothing here imports a runtime by itself."""
