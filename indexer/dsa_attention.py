@@ -40,7 +40,10 @@ class DSACache:
         index_k_dtype: torch.dtype = torch.float8_e4m3fn,
         device: torch.device | str | None = None,
     ) -> DSACache:
-        """Empty caches of a layer of this role; `dtype` is the latents'."""
+        """Empty caches of a layer of this role.
+
+        `dtype` is the latents', `index_k_dtype` the keys'; float8_e4m3fn is fp8 with scales.
+        """
         latent = LatentCache(
             num_pages, config.latent_size, page_size=page_size, dtype=dtype, device=device
         )
@@ -196,7 +199,8 @@ class DSAAttention(nn.Module):
             )
         slots = indices_to_slots(selection, block_table, row_to_request, cache.latent.page_size)
         rows = cache.latent.rows
-        query = self.rowwise(self._absorbed_query, q_resid, cos, sin).to(rows.dtype)
+        query = self.rowwise(self._absorbed_query, q_resid, cos, sin)
+        query = query.to(x.dtype if cache.latent.quantized else rows.dtype)
         mixed, _ = sparse_mla_attention(
             query, rows, slots, self.config.softmax_scale, self.config.kv_lora_rank
         )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..kernels.checks import check_int
+from ..kernels.sparse_mla_rows import ROPE, ROW_BYTES, VALUES
+from ..kernels.write_mla_kv import write_mla_kv
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class LatentCache:
@@ -16,7 +18,8 @@ class LatentCache:
         num_pages: P.
         width: of a row, kv_lora_rank + qk_rope_head_dim.
         page_size: S.
-        dtype: bf16, fp16 or fp32.
+        dtype: bf16, fp16 or fp32; or torch.float8_e4m3fn for the 656-byte rows of FlashMLA and
+            vLLM, whose width is 512 + 64.
         device: where the rows live.
     """
 
@@ -32,8 +35,15 @@ class LatentCache:
         check_int("num_pages", num_pages, minimum=1)
         check_int("width", width, minimum=1)
         self.page_size = check_int("page_size", page_size, minimum=1)
-        if dtype not in DTYPES:
-            raise TypeError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
+        self.quantized = dtype == torch.float8_e4m3fn
+        if self.quantized:
+            if width != VALUES + ROPE:
+                raise ValueError(f"width must be {VALUES + ROPE} for float8_e4m3fn, got {width}")
+            dtype, width = torch.uint8, ROW_BYTES
+        elif dtype not in FLOATS:
+            raise TypeError(
+                f"dtype must be bfloat16, float16, float32 or float8_e4m3fn, got {dtype}"
+            )
         # The last row takes what slot −1 would have written: a write needs no shape that depends
         # on values, so graphs may hold it. Nothing ever reads that row.
         rows = num_pages * page_size + 1
@@ -41,15 +51,18 @@ class LatentCache:
 
     @property
     def rows(self) -> torch.Tensor:
-        """[P·S, width]: the row of every slot."""
+        """[P·S, width], or uint8 [P·S, 656]: the row of every slot."""
         return self._rows[:-1]
 
     def write(self, latent: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores latent [n, width] at flat slots [n]; slot −1 is skipped."""
+        if self.quantized:
+            write_mla_kv(self.rows, latent, slots)
+            return
         spare = self._rows.shape[0] - 1
         at = torch.where(slots < 0, spare, slots.to(torch.int64))
         self._rows.index_copy_(0, at, latent.to(self._rows.dtype))
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Everything a runtime must save and restore with a page."""
+        """Everything a runtime must save and restore with a page (scales lie inside the rows)."""
         return {"latent": self.rows}

@@ -54,7 +54,7 @@ def sparse_mla_attention(
     Returns:
         (`out`, `lse`): lse is the natural logarithm of Σ_j exp(scale·q·k), by which partial
         results merge. A row without a slot has out 0 and lse −inf. NaN in a selected row, or a
-        score that overflows, gives NaN.
+        score of +inf, gives NaN.
 
     Raises:
         TypeError, ValueError: an argument of wrong type, dtype, shape or device, naming it. With
@@ -63,9 +63,11 @@ def sparse_mla_attention(
     Guarantees:
         A row's bits depend on its query and indices and on the rows of kv that they name, on
         dtypes, Hq, Dqk, v_dim and the device; not on T, other rows, or −1 appended to it.
-        Softmax and sums are fp32, fp32 inputs IEEE fp32; on a GPU weights (and fp8 rows, once
-        scaled) are rounded to q's dtype before they are multiplied. Rows that are not selected
-        are never read. Has no backward. Does not synchronise on a GPU.
+        Scores, softmax and sums are fp32, products of fp32 inputs too; on a GPU weights (and fp8
+        rows, once scaled) are rounded to q's dtype before they are multiplied. Rows that no index
+        names have no effect, and on a GPU are never read. Scratch does not grow with T: a row's
+        keys and scores in fp32 on a CPU, 32 MiB on a GPU (one row's, if that is more). Has no
+        backward: results require no gradient. Does not synchronise on a GPU.
 
     Source:
         DeepSeek-V3.2's sparse attention; FlashMLA's `flash_mla_sparse_fwd` and its fp8 cache.
@@ -100,17 +102,16 @@ def _check_inputs(
         check_rows("kv", kv)
         if q.dtype == torch.float32:
             raise TypeError("q must be bfloat16 or float16 when kv is uint8, got torch.float32")
-        if (dim, v_dim) != (VALUES + ROPE, VALUES):
-            raise ValueError(
-                f"q must have {VALUES + ROPE} columns, and v_dim be {VALUES}, when kv is uint8,"
-                f" got {dim} and {v_dim}"
-            )
+        if dim != VALUES + ROPE:
+            raise ValueError(f"q must have {VALUES + ROPE} columns when kv is uint8, got {dim}")
+        if v_dim != VALUES:
+            raise ValueError(f"v_dim must be {VALUES} when kv is uint8, got {v_dim}")
     else:
         check_tensor("kv", kv, dtype=(q.dtype, torch.uint8), shape=(None, dim))
     check_tensor("indices", indices, dtype=INDEX_DTYPES, shape=(rows, None), device=q.device)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be finite, got {scale}")
     return rows, heads
 

@@ -48,6 +48,7 @@ def _sparse_mla_attention_kernel(
     GROUP: tl.constexpr,
     OPERAND: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    USE_PTX: tl.constexpr,
     FIXED_KEYS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -63,8 +64,8 @@ def _sparse_mla_attention_kernel(
     offs_h = pid % HEAD_TILES * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = offs_h < H
     q_ptrs = q_ptr + t * stride_qt + offs_h.to(tl.int64) * stride_qh
-    q_values = _load_slices(q_ptrs, stride_qd, mask_h, V, SLICE_V, OPERAND)
-    q_rest = _load_slices(q_ptrs + V * stride_qd, stride_qd, mask_h, REST, SLICE_R, OPERAND)
+    q_values = _load_slices(q_ptrs, stride_qd, mask_h, 0, V, SLICE_V, OPERAND)
+    q_rest = _load_slices(q_ptrs, stride_qd, mask_h, V, V + REST, SLICE_R, OPERAND)
     accs = _zeros(BLOCK_H, V, SLICE_V)
     greatest = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
@@ -75,19 +76,19 @@ def _sparse_mla_attention_kernel(
     stop = first + CHUNK if FIXED_KEYS else end
     for start in tl.range(first, stop, BLOCK_KEYS, disable_licm=not HOIST):
         offs_w = start + tl.arange(0, BLOCK_KEYS)
-        slot = tl.load(index_ptr + offs_w.to(tl.int64) * stride_iw, mask=offs_w < W, other=-1)
+        slot = tl.load(index_ptr + offs_w.to(tl.int64) * stride_iw, mask=offs_w < end, other=-1)
         selected = (slot >= 0) & (slot < slots)  # [BLOCK_KEYS]
         row = slot.to(tl.int64)
         v_ptrs = values_ptr + row * stride_vs
         if factors_ptr is None:
-            values = _load_slices(v_ptrs, stride_vd, selected, V, SLICE_V, OPERAND)
+            values = _load_slices(v_ptrs, stride_vd, selected, 0, V, SLICE_V, OPERAND)
         else:
             f_ptrs = factors_ptr + row * stride_fs
             values = _load_scaled(
-                v_ptrs, f_ptrs, selected, V, SLICE_V, GROUP, OPERAND, NATIVE_FP8
+                v_ptrs, f_ptrs, selected, V, SLICE_V, GROUP, OPERAND, NATIVE_FP8, USE_PTX
             )
         r_ptrs = rest_ptr + row * stride_rs
-        rest = _load_slices(r_ptrs, stride_rd, selected, REST, SLICE_R, OPERAND)
+        rest = _load_slices(r_ptrs, stride_rd, selected, 0, REST, SLICE_R, OPERAND)
         dots = tl.zeros([BLOCK_H, BLOCK_KEYS], tl.float32)
         dots = _add_products(dots, q_values, values, V, SLICE_V)
         dots = _add_products(dots, q_rest, rest, REST, SLICE_R)
@@ -168,11 +169,13 @@ def _end_of_chunk(index_ptr, stride_iw, first, W, slots, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _load_slices(row_ptrs, stride, mask, SIZE: tl.constexpr, WIDTH: tl.constexpr, OPERAND):
-    """SIZE columns of rows as operands [rows, WIDTH], 0 beyond."""
+def _load_slices(
+    row_ptrs, stride, mask, FROM: tl.constexpr, TO: tl.constexpr, WIDTH: tl.constexpr, OPERAND
+):
+    """Columns [FROM, TO) of rows as operands [rows, WIDTH], 0 beyond."""
     slices = ()
-    for first in tl.static_range(0, SIZE, WIDTH):
-        slices = slices + (as_operand(_load(row_ptrs, stride, mask, first, SIZE, WIDTH), OPERAND),)
+    for first in tl.static_range(FROM, TO, WIDTH):
+        slices += (as_operand(_load(row_ptrs, stride, mask, first, TO, WIDTH), OPERAND),)  # type: ignore[assignment]
     return slices
 
 
@@ -186,6 +189,7 @@ def _load_scaled(
     GROUP: tl.constexpr,
     OPERAND: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    USE_PTX: tl.constexpr,
 ):
     """SIZE e4m3fn bytes of rows, times a factor for each GROUP of them, as operands."""
     ROWS: tl.constexpr = row_ptrs.shape[0]
@@ -193,29 +197,31 @@ def _load_scaled(
     slices = ()
     for first in tl.static_range(0, SIZE, WIDTH):
         x = _load(row_ptrs, 1, mask, first, SIZE, WIDTH)
-        if NATIVE_FP8:
-            x = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        else:
-            x = e4m3_to_fp16(x)
+        x = x.to(tl.float8e4nv, bitcast=True).to(tl.float16) if NATIVE_FP8 else e4m3_to_fp16(x)
         offs = first // GROUP + tl.arange(0, WIDTH // PART)
         factor = tl.load(factor_ptrs[:, None] + offs[None, :], mask=mask[:, None], other=0.0)
         x = tl.reshape(x.to(tl.float32), [ROWS, WIDTH // PART, PART]) * factor[:, :, None]
-        slices = slices + (tl.reshape(x, [ROWS, WIDTH]).to(OPERAND),)
+        x = tl.reshape(x, [ROWS, WIDTH]).to(OPERAND)
+        if USE_PTX:  # what the compiler cannot see through it cannot decode once for each product
+            x = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+            )
+        slices += (x,)  # type: ignore[assignment]
     return slices
 
 
 @triton.jit
-def _load(row_ptrs, stride, mask, first, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+def _load(row_ptrs, stride, mask, first, TO: tl.constexpr, WIDTH: tl.constexpr):
     offs = first + tl.arange(0, WIDTH)
     ptrs = row_ptrs[:, None] + offs.to(tl.int64)[None, :] * stride
-    return tl.load(ptrs, mask=mask[:, None] & (offs < SIZE)[None, :], other=0.0)
+    return tl.load(ptrs, mask=mask[:, None] & (offs < TO)[None, :], other=0.0)
 
 
 @triton.jit
 def _zeros(ROWS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     slices = ()
     for _ in tl.static_range(0, SIZE, WIDTH):
-        slices = slices + (tl.zeros([ROWS, WIDTH], tl.float32),)
+        slices += (tl.zeros([ROWS, WIDTH], tl.float32),)  # type: ignore[assignment]
     return slices
 
 
@@ -233,14 +239,12 @@ def _add_weighted(accs, fade, weights, values, SIZE: tl.constexpr, WIDTH: tl.con
     sums = ()
     for i in tl.static_range((SIZE + WIDTH - 1) // WIDTH):
         acc = accs[i] * fade[:, None]
-        sums = sums + (tl.dot(weights, values[i], acc=acc, input_precision="ieee"),)
+        sums += (tl.dot(weights, values[i], acc=acc, input_precision="ieee"),)  # type: ignore[assignment]
     return sums
 
 
 @triton.jit
-def _store_slices(
-    row_ptrs, stride, mask, slices, divisor, SIZE: tl.constexpr, WIDTH: tl.constexpr
-):
+def _store_slices(row_ptrs, stride, mask, slices, divisor, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """Stores slices / divisor [rows] as SIZE columns of rows."""
     for i in tl.static_range((SIZE + WIDTH - 1) // WIDTH):
         offs = i * WIDTH + tl.arange(0, WIDTH)

@@ -66,13 +66,14 @@ def kernel_constants(
 ) -> dict[str, Any]:
     """What the first kernel is compiled with."""
     tile = attention_tile(target, dtype, kv_dtype, heads, dim, v_dim)
-    return {
+    constants = {
         "H": heads,
         "V": v_dim,
         "REST": dim - v_dim,
         "GROUP": GROUP,
         "OPERAND": operand_dtype(target, dtype),
         "NATIVE_FP8": target.has_fp8_dot,
+        "USE_PTX": target.backend == "cuda",
         # the interpreter of Triton 3.6 cannot loop up to a number computed in the kernel
         "FIXED_KEYS": target.backend == "interpreter",
         "CHUNK": tile.chunk,
@@ -84,6 +85,7 @@ def kernel_constants(
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
+    return constants | ({} if tile.max_registers is None else {"maxnreg": tile.max_registers})
 
 
 def merge_constants(target: Target, heads: int, v_dim: int) -> dict[str, Any]:

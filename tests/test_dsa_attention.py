@@ -227,6 +227,36 @@ def test_a_row_without_a_request_is_zero_and_writes_nothing() -> None:
     assert torch.equal(cache.latent.rows, before)
 
 
+def test_fp8_latents_give_the_output_of_the_rows_that_were_stored() -> None:
+    wide = replace(
+        CONFIG,
+        kv_lora_rank=512,
+        indexer=replace(CONFIG.indexer, qk_rope_head_dim=64, index_head_dim=64),
+    )
+    torch.manual_seed(0)
+    layer = DSAAttention(wide, "full", TopkIndicesBuffer(ROWS, 5)).eval().requires_grad_(False)
+    layer.to(torch.bfloat16)
+    case = Case(7, (18,))
+    x = case.hidden(0).to(torch.bfloat16)
+    batch = target_batch(prompts(case), case.table().table, PAGE)
+    caches = [
+        DSACache.make(wide, "full", PAGES, page_size=PAGE, dtype=dtype)
+        for dtype in (torch.float8_e4m3fn, torch.bfloat16)
+    ]
+    fp8, exact = (call(layer, cache, batch, x).float() for cache in caches)
+    scale = exact.abs().max()
+    assert (fp8 != exact).any()
+    assert (fp8 - exact).abs().max() < 0.1 * scale  # e4m3 is off by 2^-4 at most
+    stored = caches[0].latent.rows
+    values = stored[:, :512].view(torch.float8_e4m3fn).float().view(-1, 4, 128)
+    scales = stored[:, 512:528].contiguous().view(torch.float32)
+    rope = stored[:, 528:].contiguous().view(torch.bfloat16)
+    caches[1].latent.rows.copy_(torch.cat([(values * scales[..., None]).flatten(1), rope], dim=1))
+    caches[1].latent.write = lambda latent, slots: None
+    again = call(layer, caches[1], batch, x).float()  # attends to what fp8 has kept
+    assert (again - fp8).abs().max() < 0.02 * scale  # bf16 rounds those once more
+
+
 def test_errors_name_what_is_wrong() -> None:
     buffer = TopkIndicesBuffer(ROWS, 5)
     with pytest.raises(ValueError, match="role must be full or shared, got 'both'"):
@@ -239,5 +269,7 @@ def test_errors_name_what_is_wrong() -> None:
     layer = DSAAttention(scaled, "shared", buffer)
     with pytest.raises(ValueError, match="rope must be given"):
         run(layer, without, case, prompts(case))
-    with pytest.raises(TypeError, match="dtype must be bfloat16, float16 or float32"):
+    with pytest.raises(ValueError, match="width must be 576 for float8_e4m3fn, got 24"):
+        DSACache.make(CONFIG, "full", 2, dtype=torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match="dtype must be bfloat16, float16, float32 or float8_e4m3"):
         DSACache.make(CONFIG, "full", 2, dtype=torch.float64)

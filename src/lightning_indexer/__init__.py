@@ -32,6 +32,7 @@ from .kernels.slots import indices_to_slots
 from .kernels.sparse_mla_attention import sparse_mla_attention
 from .kernels.topk import topk_indices
 from .kernels.write_index_k import write_index_k
+from .kernels.write_mla_kv import write_mla_kv
 from .speculator import (
     AutoRegressiveSpeculator,
     CaptureError,
@@ -129,4 +130,5 @@ __all__ = [
     "verify_greedy",
     "with_hidden",
     "write_index_k",
+    "write_mla_kv",
 ]

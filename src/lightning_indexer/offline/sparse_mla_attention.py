@@ -12,6 +12,9 @@ from .mqa_logits import DTYPES
 
 _OP = "sparse_mla_attention"
 _KERNEL = "_sparse_mla_attention_kernel"
+#: The loop over keys. Where most of its lines lie in one of the unrolled loops inside it (in fp32,
+#: without tensor cores), that one stands for it.
+_LOOPS = (f"{_KERNEL}#1", "_add_products#1", "_add_weighted#1", "_load_slices#1")
 _B, _W = 64, 2048
 _DIM, _V_DIM, _ROW_BYTES = 576, 512, 656
 
@@ -57,7 +60,11 @@ def _case(
 ) -> CompileCase:
     dtypes = DTYPES[q][0], DTYPES[kv][0]
     constants = kernel_constants(target, *dtypes, heads, dim, v_dim)
-    limits = {"num_warps": constants.pop("num_warps"), "num_stages": constants.pop("num_stages")}
+    limits = {
+        "num_warps": constants.pop("num_warps"),
+        "num_stages": constants.pop("num_stages"),
+        "max_registers": constants.pop("maxnreg", None),
+    }
     splits = triton.cdiv(width, constants["CHUNK"])
     unit_strides = ("qd", "vd", "rd", "iw", "od", "lh")
     constants |= {f"stride_{name}": 1 for name in unit_strides}
@@ -140,8 +147,7 @@ def _decode(
         programs=_B * splits * tiles,
         bytes=(moved + results) / held,
         flops=2 * heads * (dim + v_dim),
-        # most multiply-adds lie in an unrolled loop, which then stands for the one around it
-        trips=dict.fromkeys((f"{_KERNEL}#1", "_add_products#1", "_add_weighted#1"), held / keys),
+        trips=dict.fromkeys(_LOOPS, held / keys),
     )
 
 
