@@ -12,12 +12,26 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
+def python_examples(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
 def test_python_examples_run() -> None:
-    examples = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    examples = python_examples(README)
     assert examples
     scope: dict[str, object] = {"__name__": "readme"}
     for example in examples:  # one after another: later ones use names of earlier ones
         exec(compile(example, "README.md", "exec"), scope)
+
+
+@pytest.mark.once
+def test_example_of_an_own_runtime_runs() -> None:
+    page = (ROOT / "docs/integration.md").read_text()
+    example = python_examples(page)[0]
+    assert 40 <= len(example.splitlines()) <= 50
+    scope: dict[str, object] = {"__name__": "integration"}
+    exec(compile(example, "integration.md", "exec"), scope)
+    assert scope["one_more"].isfinite().all()
 
 
 @pytest.mark.once
