@@ -20,6 +20,7 @@ ARROWS = {
     "speculator": {"kernels", "indexer", "speculator"},
     "testing": {"kernels", "indexer", "speculator", "testing"},
     "offline": {"kernels", "offline"},
+    "adapters": {"kernels", "indexer", "speculator", "adapters"},
 }
 LIBRARIES = {"torch", "triton", "einops"} | sys.stdlib_module_names
 
