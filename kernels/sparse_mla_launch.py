@@ -85,7 +85,9 @@ def kernel_constants(
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
-    return constants | ({} if tile.max_registers is None else {"maxnreg": tile.max_registers})
+    if tile.max_registers is not None and target.backend == "cuda":
+        constants["maxnreg"] = tile.max_registers
+    return constants
 
 
 def merge_constants(target: Target, heads: int, v_dim: int) -> dict[str, Any]:

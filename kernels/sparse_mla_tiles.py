@@ -16,6 +16,9 @@ import torch
 
 from .backend import Target, triton
 
+#: NVIDIA GPUs with 99 KiB of shared memory for a program.
+SMALL = (86, 89, 120, 121)
+
 
 @dataclass(frozen=True)
 class AttentionTile:
@@ -49,8 +52,10 @@ def attention_tile(
         tile = _ieee_tile(target)
     else:
         tile = _tensor_core_tile(target, kv_dtype == torch.uint8, heads)
+        # one program of more than 16 heads fills a multiprocessor's shared memory
+        limit = 255 if heads > 16 else None
         # a partial result is then no more than half as large as the bf16 rows that it is of
-        tile = replace(tile, chunk=512 if heads > 64 else 256)
+        tile = replace(tile, chunk=512 if heads > 64 else 256, max_registers=limit)
     return replace(
         tile,
         slice_v=min(tile.slice_v, _padded(v_dim)),
@@ -62,7 +67,7 @@ def _ieee_tile(target: Target) -> AttentionTile:
     """fp32: multiply-adds on NVIDIA, MFMA in fp32 on AMD."""
     if target.backend == "hip":
         return AttentionTile(16, 16, 64, 4, 1)
-    return AttentionTile(16, 16 if target.arch == 120 else 32, 64, 8, 2, max_registers=255)
+    return AttentionTile(16, 16 if target.arch in SMALL else 32, 64, 8, 2, max_registers=255)
 
 
 def _tensor_core_tile(target: Target, fp8: bool, heads: int) -> AttentionTile:
@@ -73,7 +78,7 @@ def _tensor_core_tile(target: Target, fp8: bool, heads: int) -> AttentionTile:
         return AttentionTile(block_h, 32, 128, 4, 1)
     if heads > 32 and target.arch in (90, 100):
         return _warp_group_tile(target, fp8)
-    if target.arch == 120:  # 99 KiB of shared memory
+    if target.arch in SMALL and (target.has_fp8_dot or not fp8):
         return AttentionTile(block_h, 32, 128 if fp8 else 64, 4 if block_h == 16 else 8, 2)
     if fp8:
         keys = 64 if target.has_fp8_dot else 32
@@ -89,8 +94,11 @@ def _warp_group_tile(target: Target, fp8: bool) -> AttentionTile:
     """
     if target.arch == 90:
         return AttentionTile(64, 64, 128 if fp8 else 64, 8, 2, hoist=False)
-    # several accumulators do not fit into tensor memory, nor two stages into shared (Triton 3.6)
-    return AttentionTile(64, 64, 512, 8, 1, hoist=not fp8)
+    # several accumulators do not fit into tensor memory; Triton 3.6 keeps three times the rows that
+    # 3.9 does, and two stages of 64 of them do not fit into shared memory
+    if fp8:
+        return AttentionTile(64, 64, 512, 8, 1, hoist=False)
+    return AttentionTile(64, 32, 512, 8, 2)
 
 
 def _padded(columns: int) -> int:

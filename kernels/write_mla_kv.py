@@ -22,7 +22,7 @@ from .sparse_mla_rows import GROUP, ROPE, VALUES, check_rows, split_rows
 from .write_index_k import SCAN_TILE, _last_writer
 
 GROUPS = VALUES // GROUP
-BLOCK_N = 2  # keys a program: 8 elements a thread
+BLOCK_N = 8  # keys a program: of many keys each reads all later slots
 
 
 def write_mla_kv(
