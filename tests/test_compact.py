@@ -1,113 +1,60 @@
-from dataclasses import dataclass
-
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from counting import counts_examples
 from lightning_indexer.kernels import compact
 from lightning_indexer.kernels.compact import COMPACT_OP, compact_topk_indices
-from lightning_indexer.testing import reference
+from lightning_indexer.testing import CompactContract, reference, relations
+from lightning_indexer.testing.calls import guarded_call
+from lightning_indexer.testing.cases import CompactCase
+from lightning_indexer.testing.strategies import compact_cases
 
-POISON = 0x7FFFFFFF
 EIGHTH = settings(max_examples=max(3, settings().max_examples // 8))
 
 
-@dataclass(frozen=True)
-class Case:
-    height: int
-    widths: tuple[int, ...]
-    n: int
-    num_rows: int | None
-    order: str
-    rows_dtype: torch.dtype
-    strided: bool
-    seed: int
-
-    def storage(self) -> list[torch.Tensor]:
-        """What the buffers are cut from, poison around them."""
-        generator = torch.Generator().manual_seed(self.seed)
-        shapes = [(self.height + 2, 2 * w + 3) for w in self.widths]
-        storages = [torch.full(shape, POISON, dtype=torch.int32) for shape in shapes]
-        for view in self.views(storages):
-            view.copy_(torch.randint(-1, 1000, view.shape, generator=generator))
-        return storages
-
-    def views(self, storages: list[torch.Tensor]) -> list[torch.Tensor]:
-        step = 2 if self.strided else 1
-        return [
-            x[1:-1, 1 : 1 + step * w : step] for x, w in zip(storages, self.widths, strict=True)
-        ]
-
-    @property
-    def limit(self) -> int:
-        return self.height if self.num_rows is None else min(self.num_rows, self.height)
-
-    def rows(self) -> torch.Tensor:
-        n, limit = min(self.n, self.height), self.limit
-        generator = torch.Generator().manual_seed(self.seed + 1)
-        if self.order == "reversed":  # overwrites rows that are still to be read
-            ids = torch.arange(n).flip(0)
-        elif self.order == "shifted":
-            ids = torch.arange(n) - 1
-        elif self.order == "last of each":  # what the lifecycle asks for
-            ids = (torch.arange(1, n + 1) * max(limit // max(n, 1), 1)) - 1
-        else:
-            low, high = (-3, limit + 3) if self.order == "wild" else (0, max(limit, 1))
-            ids = torch.randint(low, high, (n,), generator=generator)
-        ids = ids.to(self.rows_dtype)
-        return ids.repeat_interleave(2)[::2] if self.strided else ids
+cases = compact_cases(CompactContract(empty_sizes=False))
 
 
-cases = st.builds(
-    Case,
-    height=st.integers(1, 40),
-    widths=st.lists(st.integers(1, 140), min_size=1, max_size=3).map(tuple),
-    n=st.integers(0, 40),
-    num_rows=st.none() | st.integers(0, 40),
-    order=st.sampled_from(["random", "wild", "reversed", "shifted", "last of each"]),
-    rows_dtype=st.sampled_from([torch.int32, torch.int64]),
-    strided=st.booleans(),
-    seed=st.integers(0, 2**31),
-)
-
-
-def _expected(case: Case) -> list[torch.Tensor]:
+def _expected(case: CompactCase) -> list[torch.Tensor]:
     return [
-        reference.compact_topk_indices(view, case.rows(), num_rows=case.limit)
-        for view in case.views(case.storage())
+        reference.compact_topk_indices(buffer, case.rows(), num_rows=case.limit)
+        for buffer in case.buffers()
     ]
 
 
+def _compacted(buffers: list[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:
+    compact_topk_indices(buffers, rows)
+    return buffers
+
+
 @given(case=cases)
 @counts_examples("compact_topk_indices")
-def test_row_i_becomes_old_row_rows_i_and_nothing_else_changes(case: Case) -> None:
-    storages = case.storage()
-    buffers = case.views(storages)
-    assert compact_topk_indices(buffers, case.rows(), num_rows=case.limit) is None
+def test_row_i_becomes_old_row_rows_i_and_nothing_else_changes(case: CompactCase) -> None:
+    buffers = case.buffers()
+    returned = guarded_call(
+        compact_topk_indices,
+        {"buffers": buffers, "rows": case.rows()},
+        {"num_rows": case.limit},
+        writes=frozenset({"buffers"}),
+    )
+    assert returned is None
     for buffer, expected in zip(buffers, _expected(case), strict=True):
         assert torch.equal(buffer, expected)
-        buffer.fill_(POISON)
-    assert all((x == POISON).all() for x in storages)
 
 
 @EIGHTH
 @given(case=cases)
 @counts_examples("compact_topk_indices")
-def test_buffers_together_give_what_each_alone_gives(case: Case) -> None:
-    together, apart = case.views(case.storage()), case.views(case.storage())
-    compact_topk_indices(tuple(together), case.rows())
-    for one, other in zip(together, apart, strict=True):
-        compact_topk_indices(other, case.rows())
-        assert torch.equal(one, other)
+def test_buffers_together_give_what_each_alone_gives(case: CompactCase) -> None:
+    relations.compacted_together(_compacted, case.buffers(), case.rows())
 
 
 @EIGHTH
 @given(case=cases)
 @counts_examples("compact_topk_indices")
-def test_gather_to_scratch_gives_what_slices_in_place_give(case: Case) -> None:
-    one, other = case.views(case.storage())[0], case.views(case.storage())[0]
+def test_gather_to_scratch_gives_what_slices_in_place_give(case: CompactCase) -> None:
+    one, other = case.buffers()[0], case.buffers()[0]
     compact_topk_indices(one, case.rows())
     compact._gather_then_write(other, case.rows(), case.height)
     assert torch.equal(one, other)
@@ -172,10 +119,10 @@ def test_empty_sizes_change_nothing(height: int, width: int, n: int) -> None:
 
 
 def test_twenty_runs_agree() -> None:
-    case = Case(20, (50,), 20, None, "reversed", torch.int32, False, seed=0)
+    case = CompactCase(20, (50,), 20, None, "reversed", torch.int32, "contiguous", seed=0)
     (expected,) = _expected(case)
     for _ in range(20):
-        (buffer,) = case.views(case.storage())
+        (buffer,) = case.buffers()
         compact_topk_indices(buffer, case.rows())
         assert torch.equal(buffer, expected)
 

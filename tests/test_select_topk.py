@@ -17,8 +17,9 @@ from lightning_indexer.kernels.select_topk import (
     select_topk,
 )
 from lightning_indexer.testing import reference
+from lightning_indexer.testing.calls import call_for_result
 from paged_scoring import PagedCase, few_requests
-from scoring import FP8, MOVABLE_REGIME, Canary, ScoreCase, few_rows, share
+from scoring import FP8, MOVABLE_REGIME, ScoreCase, few_rows, share
 
 PLAIN = ScoreCase(5, 40, 4, 32, "fp32", True, "normal", "causal", "contiguous", seed=1)
 PAGED = PagedCase(
@@ -52,10 +53,9 @@ def test_selects_from_the_scores_whatever_the_chunking(case: ScoreCase, topk: in
 @counts_examples("select_topk")
 def test_default_workspace_writes_a_strided_out_and_nothing_else(case: ScoreCase, topk: int):
     inputs = case.inputs()
-    canary = Canary.of(case.rows, topk, torch.int32)
-    assert select_topk(**inputs, topk=topk, out=canary.out) is canary.out
-    assert torch.equal(canary.out, expected(inputs, topk))
-    canary.assert_nothing_else_written()
+    out = (case.rows, topk), torch.int32
+    got = call_for_result(select_topk, {}, inputs | {"topk": topk}, out=out, layout="strided")
+    assert torch.equal(got, expected(inputs, topk))
 
 
 @share(2)
@@ -77,10 +77,16 @@ def test_paged_default_workspace_writes_a_strided_out_and_nothing_else(
     case: PagedCase, topk: int
 ) -> None:
     inputs = case.inputs()
-    canary = Canary.of(case.rows, topk, torch.int32)
-    assert paged_select_topk(**inputs, topk=topk, out=canary.out) is canary.out
-    assert torch.equal(canary.out, expected_paged(inputs, topk))
-    canary.assert_nothing_else_written()
+    out = (case.rows, topk), torch.int32
+    inputs_and_k = inputs | {"topk": topk}
+    got = call_for_result(paged_select_topk, {}, inputs_and_k, out=out, layout="strided")
+    assert torch.equal(got, expected_paged(inputs, topk))
+
+
+def test_returns_the_out_that_it_was_given() -> None:
+    out, paged_out = (torch.empty(n, TOPK, dtype=torch.int32) for n in (PLAIN.rows, PAGED.rows))
+    assert select_topk(**PLAIN.inputs(), topk=TOPK, out=out) is out
+    assert paged_select_topk(**PAGED.inputs(), topk=TOPK, out=paged_out) is paged_out
 
 
 def test_tied_scores_prefer_smaller_positions_in_every_chunk() -> None:

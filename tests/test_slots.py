@@ -1,91 +1,45 @@
-from dataclasses import dataclass
-
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from counting import counts_examples
 from lightning_indexer.kernels.slots import indices_to_slots
-from lightning_indexer.testing import reference
+from lightning_indexer.testing import SlotsContract, reference, relations
+from lightning_indexer.testing.calls import call_for_result
+from lightning_indexer.testing.cases import SlotsCase as Case
+from lightning_indexer.testing.strategies import slots_cases
 
 POISON = -77
 
 
-@dataclass(frozen=True)
-class Case:
-    rows: int
-    width: int
-    requests: int
-    blocks: int
-    page_size: int
-    slot_dtype: torch.dtype
-    garbage: bool  # positions past the table, unknown requests, unassigned pages
-    strided: bool
-    seed: int
-
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(self.seed)
-
-        def draw(low: int, high: int, *shape: int) -> torch.Tensor:
-            if self.strided:  # a slice of a wider, transposed buffer, as runners pass
-                shape = tuple(n + 1 for n in reversed(shape))
-            x = torch.randint(low, high, shape, dtype=torch.int32, generator=generator)
-            if not self.strided:
-                return x
-            return x.permute(*reversed(range(x.dim())))[tuple(slice(1, None) for _ in shape)]
-
-        slack = 2 * self.page_size if self.garbage else 0
-        known = self.requests + (2 if self.garbage else 0)
-        return (
-            draw(-3, self.blocks * self.page_size + slack, self.rows, self.width),
-            draw(-2 if self.garbage else 0, 1000, self.requests, self.blocks),
-            draw(-2 if self.garbage else 0, known, self.rows).to(self.slot_dtype),
-        )
-
-    def out(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A view to write to, and the poisoned buffer around it."""
-        shape = (self.rows + 2, 2 * self.width + 2)
-        buffer = torch.full(shape, POISON, dtype=self.slot_dtype)
-        return buffer[1:-1, 1:-1:2], buffer
+cases = slots_cases(SlotsContract(empty_sizes=False))
 
 
-cases = st.builds(
-    Case,
-    rows=st.integers(1, 5),
-    width=st.integers(1, 70),
-    requests=st.integers(1, 4),
-    blocks=st.integers(1, 6),
-    page_size=st.sampled_from([1, 3, 4, 64]),
-    slot_dtype=st.sampled_from([torch.int32, torch.int64]),
-    garbage=st.booleans(),
-    strided=st.booleans(),
-    seed=st.integers(0, 2**31),
-)
+def inputs_of(case: Case) -> dict:
+    names = ("indices", "block_table", "row_to_request")
+    return dict(zip(names, case.tensors(), strict=True)) | {"page_size": case.page_size}
 
 
 @given(case=cases)
 @counts_examples("indices_to_slots")
 def test_slot_is_page_times_size_plus_offset(case: Case) -> None:
-    indices, table, requests = case.tensors()
-    out, buffer = case.out()
-    expected = reference.indices_to_slots(indices, table, requests, case.page_size)
-    returned = indices_to_slots(indices, table, requests, case.page_size, out=out)
-    assert returned is out
-    assert torch.equal(out, expected.to(case.slot_dtype))
-    out.fill_(POISON)
-    assert (buffer == POISON).all()
+    inputs = inputs_of(case)
+    out = (case.rows, case.width), case.slot_dtype
+    got = call_for_result(indices_to_slots, inputs, out=out, layout="strided")
+    assert torch.equal(got, reference.indices_to_slots(**inputs).to(case.slot_dtype))
 
 
 @given(case=cases)
 @counts_examples("indices_to_slots")
 def test_table_expanded_to_tokens_gives_the_same_slots_with_page_size_1(case: Case) -> None:
     # ROCm/ATOM#658: an expanded table taken for block ids applies the page arithmetic twice.
-    indices, table, requests = case.tensors()
-    tokens = table[:, :, None] * case.page_size + torch.arange(case.page_size, dtype=torch.int32)
-    tokens = torch.where(table[:, :, None] < 0, -1, tokens).flatten(1)
-    by_page = indices_to_slots(indices, table, requests, case.page_size)
-    assert torch.equal(indices_to_slots(indices, tokens, requests, 1), by_page)
+    relations.table_expanded(lambda inputs: indices_to_slots(**inputs), inputs_of(case))
+
+
+def test_returns_the_out_that_it_was_given() -> None:
+    indices, table, requests = _int32([[3]], [[1]], [0])
+    out = torch.empty(1, 1, dtype=torch.int64)
+    assert indices_to_slots(indices, table, requests, 4, out=out) is out
 
 
 def _int32(*values: object) -> tuple[torch.Tensor, ...]:
@@ -165,7 +119,7 @@ def test_empty_sizes_give_no_slot(rows: int, width: int, blocks: int) -> None:
 
 
 def test_twenty_runs_agree() -> None:
-    case = Case(3, 40, 2, 3, 4, torch.int64, garbage=True, strided=False, seed=0)
+    case = Case(3, 40, 2, 3, 4, torch.int64, garbage=True, layout="contiguous", seed=0)
     first = indices_to_slots(*case.tensors(), 4)
     assert all(torch.equal(indices_to_slots(*case.tensors(), 4), first) for _ in range(20))
 
@@ -198,14 +152,14 @@ def test_check_mode_accepts_absent_positions_requests_and_pages(
 
 
 def test_op_passes_opcheck() -> None:
-    case = Case(2, 5, 2, 3, 4, torch.int32, garbage=True, strided=True, seed=1)
-    out, _ = case.out()
+    case = Case(2, 5, 2, 3, 4, torch.int32, garbage=True, layout="strided", seed=1)
+    out = torch.empty(case.rows, case.width, dtype=torch.int32)
     op = torch.ops.lightning_indexer.indices_to_slots.default
     torch.library.opcheck(op, (*case.tensors(), case.page_size), {"out": out})
 
 
 def test_compiles_without_graph_breaks() -> None:
-    case = Case(2, 5, 2, 3, 4, torch.int32, garbage=True, strided=False, seed=2)
+    case = Case(2, 5, 2, 3, 4, torch.int32, garbage=True, layout="contiguous", seed=2)
     compiled = torch.compile(indices_to_slots, fullgraph=True, backend="aot_eager")
     tensors = case.tensors()
     assert torch.equal(compiled(*tensors, 4), indices_to_slots(*tensors, 4))

@@ -7,35 +7,36 @@ from hypothesis import strategies as st
 
 from counting import counts_examples
 from lightning_indexer.kernels.topk import TOPK_OP, topk_indices
-from lightning_indexer.testing import reference
+from lightning_indexer.testing import reference, relations
+from lightning_indexer.testing.calls import call_for_result
 from score_rows import RowsCase, in_small_pieces, row_cases, scores
 
 POISON = 0x7FFFFFFF
 HALF, EIGHTH = (settings(max_examples=max(3, settings().max_examples // n)) for n in (2, 8))
 
 
-def check(case: RowsCase) -> torch.Tensor:
-    logits, bounds = case.logits(), case.bounds()
-    with in_small_pieces(case.small_pieces, case.seed):
-        got = topk_indices(logits, case.k, *bounds)
-    assert torch.equal(got, reference.topk_indices(logits, case.k, *bounds))
-    return got
+def select(inputs: dict) -> torch.Tensor:
+    return topk_indices(**inputs)
 
 
 @HALF
-@given(case=row_cases)
+@given(case=row_cases, small_pieces=st.booleans())
 @counts_examples("topk_indices")
-def test_selects_what_sorting_by_score_then_position_selects(case: RowsCase) -> None:
-    check(case)
+def test_selects_what_sorting_by_score_then_position_selects(
+    case: RowsCase, small_pieces: bool
+) -> None:
+    with in_small_pieces(small_pieces, case.seed):
+        got = select(case.inputs())
+    assert torch.equal(got, reference.topk_indices(**case.inputs()))
 
 
 @EIGHTH
-@given(case=row_cases, values=st.integers(1, 3))
+@given(case=row_cases, values=st.integers(1, 3), small_pieces=st.booleans())
 @counts_examples("topk_indices")
-def test_tie_prefers_smaller_position(case: RowsCase, values: int) -> None:
+def test_tie_prefers_smaller_position(case: RowsCase, values: int, small_pieces: bool) -> None:
     generator = torch.Generator().manual_seed(case.seed)
     logits = torch.randint(0, values, (case.rows, case.length), generator=generator).float()
-    with in_small_pieces(case.small_pieces, case.seed):
+    with in_small_pieces(small_pieces, case.seed):
         got = topk_indices(logits, case.k)
     for row, chosen in zip(logits, got, strict=True):
         by_value = [p for v in (2, 1, 0) for p in (row == v).nonzero().flatten().tolist()]
@@ -44,43 +45,46 @@ def test_tie_prefers_smaller_position(case: RowsCase, values: int) -> None:
 
 
 @EIGHTH
-@given(case=row_cases)
+@given(case=row_cases, small_pieces=st.booleans())
 @counts_examples("topk_indices")
-def test_row_alone_gives_what_it_gives_in_a_batch(case: RowsCase) -> None:
-    logits, (starts, ends) = case.logits(), case.bounds()
-    with in_small_pieces(case.small_pieces, case.seed):
-        together = topk_indices(logits, case.k, starts, ends)
-    t = case.rows - 1
-    start, end = (None if bound is None else bound[t:] for bound in (starts, ends))
-    assert torch.equal(topk_indices(logits[t:], case.k, start, end)[0], together[t])
+def test_row_alone_gives_what_it_gives_in_a_batch(case: RowsCase, small_pieces: bool) -> None:
+    def together_in_small_pieces(inputs: dict) -> torch.Tensor:
+        pieces = small_pieces and len(inputs["logits"]) == case.rows
+        with in_small_pieces(pieces, case.seed):
+            return select(inputs)
+
+    relations.row_alone(together_in_small_pieces, case.inputs(), relations.assert_equal)
 
 
 @EIGHTH
-@given(case=row_cases)
+@given(case=row_cases, small_pieces=st.booleans())
 @counts_examples("topk_indices")
-def test_window_gives_what_its_slice_gives(case: RowsCase) -> None:
-    case = dataclasses.replace(case, windows="both")
-    logits, (starts, ends) = case.logits(), case.bounds()
-    with in_small_pieces(case.small_pieces, case.seed):
-        got = topk_indices(logits, case.k, starts, ends)
-    for t in range(case.rows):
-        start = max(int(starts[t]), 0)
-        window = logits[t : t + 1, start : max(int(ends[t]), start)].clone()
-        assert torch.equal(got[t], topk_indices(window, case.k)[0])
+def test_window_gives_what_its_slice_gives(case: RowsCase, small_pieces: bool) -> None:
+    inputs = dataclasses.replace(case, windows="both").inputs()
+
+    def windows_in_small_pieces(inputs: dict) -> torch.Tensor:
+        pieces = small_pieces and inputs["row_ends"] is not None
+        with in_small_pieces(pieces, case.seed):
+            return select(inputs)
+
+    relations.window_is_slice(windows_in_small_pieces, inputs, relations.assert_equal)
 
 
 @EIGHTH
-@given(case=row_cases)
+@given(case=row_cases, small_pieces=st.booleans())
 @counts_examples("topk_indices")
-def test_writes_every_slot_of_a_strided_out_and_nothing_else(case: RowsCase) -> None:
-    logits, bounds = case.logits(), case.bounds()
-    around = torch.full((case.rows + 2, 2 * case.k + 2), POISON, dtype=torch.int32)
-    out = around[1:-1, 1:-1:2]
-    with in_small_pieces(case.small_pieces, case.seed):
-        assert topk_indices(logits, case.k, *bounds, out=out) is out
-    assert torch.equal(out, reference.topk_indices(logits, case.k, *bounds))
-    out.fill_(POISON)
-    assert (around == POISON).all()
+def test_writes_every_slot_of_a_strided_out_and_nothing_else(
+    case: RowsCase, small_pieces: bool
+) -> None:
+    out = (case.rows, case.k), torch.int32
+    with in_small_pieces(small_pieces, case.seed):
+        got = call_for_result(topk_indices, case.inputs(), out=out, layout="strided")
+    assert torch.equal(got, reference.topk_indices(**case.inputs()))
+
+
+def test_returns_the_out_that_it_was_given() -> None:
+    out = torch.empty(2, 3, dtype=torch.int32)
+    assert topk_indices(torch.zeros(2, 5), 3, out=out) is out
 
 
 @pytest.mark.parametrize("rows, length", [(0, 5), (3, 0), (0, 0), (1, 1)])
@@ -133,7 +137,7 @@ def test_bad_argument_is_named_and_out_untouched(error: type, name: str, change:
 
 @pytest.mark.parametrize("windows", ["none", "ends", "both"])
 def test_op_passes_opcheck(windows: str) -> None:
-    case = RowsCase(2, 40, 5, "relu", torch.float32, "padded", windows, torch.int32, False, seed=3)
+    case = RowsCase(2, 40, 5, "relu", torch.float32, "padded", windows, torch.int32, seed=3)
     out = torch.empty(2, 5, dtype=torch.int32)
     torch.library.opcheck(TOPK_OP, (case.logits(), 5, *case.bounds()), {"out": out})
 
