@@ -6,6 +6,9 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 WORKERS ?= 2
 BENCH_ARGS ?=
+SINS_ARGS ?=
+SOAK_MINUTES ?= 60
+SOAK_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,7 +30,7 @@ export OMP_NUM_THREADS := 1
 export HYPOTHESIS_PROFILE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpu test-interpreter test-triton36 test-transformers test-clients lint format bench compile-report dist clean
+.PHONY: help demo test test-cpu test-interpreter test-triton36 test-transformers test-clients sins soak lint format bench compile-report dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -80,6 +83,12 @@ test-clients: test-transformers $(VENV_CLIENTS)/.installed ## those for transfor
 	$(VENV_CLIENTS)/bin/python -m pytest -q tests/clients/test_huggingface_kernels.py $(PYTEST_ARGS)
 	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(VENV_CLIENTS)/bin/python -m pytest -q $(PARALLEL) \
 		tests/clients/test_vllm_*.py $(PYTEST_ARGS)
+
+sins: $(VENV)/.installed-dev ## commit every known sin in a copy of the tree: tests must reject each
+	PYTHONPATH=tests $(BIN)/python -m sins $(SINS_ARGS)
+
+soak: $(VENV)/.installed-dev ## all properties under random seeds, for SOAK_MINUTES
+	$(BIN)/python tests/soak.py --minutes $(SOAK_MINUTES) $(SOAK_ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/ruff check .

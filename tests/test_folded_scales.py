@@ -21,7 +21,7 @@ def test_scores_of_quantised_queries_are_those_of_the_floats(scale_format: str) 
     x, folded = prepare_index_q(*args, rope_style="half_split", scale_format=scale_format)
     y, plain = prepare_index_q(*args, rope_style="half_split", scale_format=None)
     assert torch.equal(y, q)
-    assert len((q / x.float()).unique()) > 3
+    assert len((q / x.float())[:, :, 0].unique()) > 3
     k = torch.randint(-3, 4, (KEYS, HEAD_DIM), generator=g).to(torch.float8_e4m3fn)
     windows = torch.zeros(4, dtype=torch.int32), torch.full((4,), KEYS, dtype=torch.int32)
     expected = mqa_logits(y, k.float(), plain, *windows)
