@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counting import counts_examples
@@ -70,6 +70,7 @@ def _seeing():
     return tiny_speculator(draft, STEPS, append_new_positions=True, observer=observe), seen
 
 
+@settings(max_examples=50)  # an example runs whole rounds several times
 @given(rounds=st.lists(cases, min_size=1, max_size=3))
 @counts_examples("append_new_positions")
 def test_row_is_the_compacted_one_and_the_positions_made_since(rounds):
@@ -283,6 +284,7 @@ def test_buffer_made_in_inference_mode_works_outside_of_it():
     assert buffer.indices.tolist() == [[-1, -1, 6, -1], [-1, -1, 7, -1], [-1] * 4]
 
 
+@settings(max_examples=50)  # an example runs whole rounds several times
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 9), st.lists(st.booleans(), min_size=3, max_size=3)), max_size=4

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counting import counts_examples
@@ -86,6 +86,7 @@ drawn = st.builds(
 
 
 @pytest.mark.parametrize("runner", GRAPH_RUNNERS)
+@settings(max_examples=50)  # an example runs whole rounds several times
 @given(
     rounds=st.lists(drawn, min_size=1, max_size=4),
     append=st.booleans(),

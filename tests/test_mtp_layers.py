@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -130,6 +130,7 @@ def _speculator(seed: int, layout: str, recorded: bool, append: int = 0, **optio
 
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@settings(max_examples=50)  # an example runs whole rounds several times
 @given(
     seed=st.integers(0, 3),
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=3),

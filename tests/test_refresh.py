@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counting import counts_examples
@@ -250,6 +250,7 @@ def _two_rounds(speculator, case):
 
 
 @pytest.mark.parametrize("recorded", [False, True])
+@settings(max_examples=50)  # an example runs whole rounds several times
 @given(case=cases)
 @counts_examples("refresh_every")
 def test_refreshing_every_step_drafts_what_a_draft_without_sharing_does(recorded, case):
@@ -258,6 +259,7 @@ def test_refreshing_every_step_drafts_what_a_draft_without_sharing_does(recorded
 
 
 @pytest.mark.parametrize("recorded", [False, True])
+@settings(max_examples=50)  # an example runs whole rounds several times
 @given(case=cases)
 @counts_examples("refresh_every")
 def test_refreshing_after_the_last_step_is_plain_sharing(recorded, case):
@@ -288,6 +290,7 @@ def test_skipped_steps_cache_index_keys_only_if_a_refresh_will_look_for_them(eve
         assert bool(_index_keys(speculator.model)[slots].any()) == (every is not None)
 
 
+@settings(max_examples=50)  # an example runs whole rounds several times
 @given(case=cases, every=st.integers(1, STEPS))
 @counts_examples("refresh_every")
 def test_row_of_fresh_and_appended_positions_holds_none_twice(case, every):
