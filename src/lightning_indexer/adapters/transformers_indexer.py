@@ -97,9 +97,12 @@ def visible_windows(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     visible = mask if mask.dtype == torch.bool else mask == 0
     starts = visible.view(torch.uint8).argmax(-1)
     after = visible.flip(-1).view(torch.uint8).argmax(-1)
-    ends = torch.where(visible.any(-1), mask.shape[-1] - after, 0)
+    counts = visible.sum(-1)
+    ends = torch.where(counts > 0, mask.shape[-1] - after, 0)
     if _may_look(mask):
-        _check_windows(mask, visible, starts, ends)
+        if bool((counts != ends - starts).any()):
+            _refuse_hole(visible, starts, ends)
+        _check_biases(mask, visible)
     return starts.to(torch.int32), ends.to(torch.int32)
 
 
@@ -109,17 +112,18 @@ def _may_look(tensor: torch.Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _check_windows(
-    mask: torch.Tensor, visible: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
-) -> None:
-    position = torch.arange(mask.shape[-1], device=mask.device)
+def _refuse_hole(visible: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> None:
+    """Raises ValueError naming the first hidden position inside a row's window."""
+    position = torch.arange(visible.shape[-1], device=visible.device)
     hole = (position >= starts.unsqueeze(-1)) & (position < ends.unsqueeze(-1)) & ~visible
-    if bool(hole.any()):
-        batch, row, column = hole.nonzero()[0].tolist()
-        raise ValueError(
-            "attention_mask must let each query see one run of positions (left and right padding"
-            f" do), got position {column} hidden between those of query {row}, sequence {batch}"
-        )
+    batch, row, column = hole.nonzero()[0].tolist()
+    raise ValueError(
+        "attention_mask must let each query see one run of positions (left and right padding"
+        f" do), got position {column} hidden between those of query {row}, sequence {batch}"
+    )
+
+
+def _check_biases(mask: torch.Tensor, visible: torch.Tensor) -> None:
     if mask.dtype != torch.bool:
         hidden = mask <= torch.finfo(mask.dtype).min
         if not bool((visible | hidden).all()):
