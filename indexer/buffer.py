@@ -155,15 +155,11 @@ class TopkIndicesBuffer:
         most = anchor_positions.shape[0]
         self.indices[num_reqs:most].fill_(-1)
         self.anchor_positions[:most] = anchor_positions
-        fresh = self.state.generation == self.generation
-        if self.state.kind is SelectionKind.PER_TOKEN and fresh:
-            self.state = SelectionState(SelectionKind.PER_REQUEST, num_reqs, self.generation)
+        self._mark_per_request(num_reqs)
 
     def mark_refreshed(self, num_reqs: int) -> None:
         """A decode step has selected afresh: the rows it wrote stand for requests already."""
-        fresh = self.state.generation == self.generation
-        if self.state.kind is SelectionKind.PER_TOKEN and fresh:
-            self.state = SelectionState(SelectionKind.PER_REQUEST, num_reqs, self.generation)
+        self._mark_per_request(num_reqs)
 
     def check_reusable(self, anchor_positions: torch.Tensor, num_reqs: int) -> None:
         """Raises StaleSelectionError unless rows [0, num_reqs) are this round's, per request.
@@ -198,6 +194,11 @@ class TopkIndicesBuffer:
                     f"rows were selected for positions {ours.tolist()}, requests go on from"
                     f" {theirs.tolist()}"
                 )
+
+    def _mark_per_request(self, num_reqs: int) -> None:
+        fresh = self.state.generation == self.generation
+        if self.state.kind is SelectionKind.PER_TOKEN and fresh:
+            self.state = SelectionState(SelectionKind.PER_REQUEST, num_reqs, self.generation)
 
     @property
     def _tracked(self) -> bool:
