@@ -109,10 +109,14 @@ class DSAAttention(nn.Module):
         self.indexer = (
             LightningIndexer(config.indexer, buffer, linear=linear) if role == "full" else None
         )
-        self.rope_tables = RopeTables(
-            config.indexer.max_position_embeddings,
-            config.qk_rope_head_dim,
-            config.indexer.rope_theta,
+        self.rope_tables = (  # the indexer's serve both
+            RopeTables(
+                config.indexer.max_position_embeddings,
+                config.qk_rope_head_dim,
+                config.indexer.rope_theta,
+            )
+            if self.indexer is None
+            else self.indexer.rope_tables
         )
 
     def query_residual(self, x: torch.Tensor) -> torch.Tensor:
