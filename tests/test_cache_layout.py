@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caches import QUANTISED, make_pool
 from counting import counts_examples
 from lightning_indexer.kernels.cache_layout import check_cache, split_pages
 from lightning_indexer.kernels.read_index_k import read_index_k
 from lightning_indexer.kernels.write_index_k import write_index_k
+from lightning_indexer.testing.caches import QUANTISED, make_pool
 
 
 def _int32(*values: object) -> tuple[torch.Tensor, ...]:

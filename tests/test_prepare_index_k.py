@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import layer_norm
 
-from caches import FLOATS, QUANTISED, Pool, make_pool
 from counting import counts_examples
 from lightning_indexer.kernels.backend import INTERPRET
 from lightning_indexer.kernels.mqa_logits import mqa_logits
@@ -17,6 +16,7 @@ from lightning_indexer.kernels.read_index_k import read_index_k
 from lightning_indexer.kernels.rope_rows import CPU_TILE
 from lightning_indexer.kernels.write_index_k import write_index_k
 from lightning_indexer.testing import prepare_reference, reference
+from lightning_indexer.testing.caches import FLOATS, QUANTISED, Pool, make_pool
 from lightning_indexer.testing.compare import assert_matches
 from prepared import DTYPES, PLAIN, REGIMES, TURNED, Rotation, draw, in_regime, rotations, same
 

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caches import FLOATS, QUANTISED, Pool, make_pool
 from counting import counts_examples
 from lightning_indexer.kernels.read_index_k import read_index_k
 from lightning_indexer.kernels.write_index_k import write_index_k
 from lightning_indexer.testing import reference
+from lightning_indexer.testing.caches import FLOATS, QUANTISED, Pool, make_pool
 from lightning_indexer.testing.compare import assert_matches
 
 POISON = 0x55
