@@ -40,8 +40,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Fewer examples than the profile's at a time: all properties shall have their turn."""
     most = settings.get_profile("soak").max_examples
     examples = min(config.getoption("--soak-examples"), most)
-    # a seeded run neither reads nor keeps a database: seed, case and blob are what it leaves
-    settings.register_profile("soaking", max_examples=examples, database=None, print_blob=True)
+    settings.register_profile(
+        "soaking",
+        max_examples=examples,
+        derandomize=False,  # on a CI server hypothesis would else ignore the seed
+        database=None,  # seed, case and blob are what a run leaves
+        print_blob=True,
+    )
     settings.load_profile("soaking")
 
 
