@@ -42,13 +42,21 @@ def tile_shape(heads: int, head_dim: int) -> tuple[int, int]:
 
 
 def score_tiles(
-    queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, scores: torch.Tensor
+    queries: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    scores: torch.Tensor,
+    *,
+    no_nan: bool = False,
 ) -> None:
-    """scores[t,0,s] ← Σ_h weights[t,0,h]·relu(queries[t,h]·keys[s]), all fp32 and contiguous."""
+    """scores[t,0,s] ← Σ_h weights[t,0,h]·relu(queries[t,h]·keys[s]), all fp32 and contiguous.
+
+    `no_nan`: no queries·keys can be NaN, which saves a pass over them.
+    """
     rows, heads, head_dim = queries.shape
     with ieee_products():
-        dots = _dot_products(queries.view(rows * heads, head_dim), keys)
-        torch.bmm(weights, dots.relu_().view(rows, heads, -1), out=scores)
+        dots = _relu_products(queries.view(rows * heads, head_dim), keys, no_nan)
+        torch.bmm(weights, dots.view(rows, heads, -1), out=scores)
 
 
 @cache
@@ -64,23 +72,28 @@ def tiles_score_as_one(heads: int, head_dim: int, tiles: int, threads: int) -> b
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
     queries = normal(tiles * rows, heads, head_dim)
+    queries[-1].zero_()  # a zero's sign is a bit too
     weights, keys = normal(tiles * rows, 1, heads), normal(width, head_dim)
     at_once, alone = normal(tiles * rows, 1, width), normal(tiles * rows, 1, width)
-    score_tiles(queries, weights, keys, at_once)
     for i in range(0, tiles * rows, rows):
         tile = slice(i, i + rows)
         score_tiles(queries[tile], weights[tile], keys, alone[tile])
-    return torch.equal(at_once.view(torch.int32), alone.view(torch.int32))
+    for no_nan in (False, True):
+        score_tiles(queries, weights, keys, at_once, no_nan=no_nan)
+        if not torch.equal(at_once.view(torch.int32), alone.view(torch.int32)):
+            return False
+    return True
 
 
-def _dot_products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """queries·keysᵀ, [M, D] × [W, D] → [M, W]."""
+def _relu_products(queries: torch.Tensor, keys: torch.Tensor, no_nan: bool) -> torch.Tensor:
+    """relu(queries·keysᵀ), [M, D] × [W, D] → [M, W]; relu(NaN) is NaN."""
     if keys.shape[0] == MANY_KEYS and has_inner_product():
-        # its own relu would turn NaN into 0
-        return torch.ops.mkldnn._linear_pointwise(queries, keys, None, "none", [], "")
+        relu = "relu" if no_nan else "none"  # oneDNN's turns NaN into 0
+        dots = torch.ops.mkldnn._linear_pointwise(queries, keys, None, relu, [], "")
+        return dots if no_nan else dots.relu_()
     # autocast would make mm and bmm round to bf16, but lets out= be
     dots = queries.new_empty(queries.shape[0], keys.shape[0])
-    return torch.mm(queries, keys.t(), out=dots)
+    return torch.mm(queries, keys.t(), out=dots).relu_()
 
 
 @cache

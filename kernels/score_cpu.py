@@ -78,6 +78,7 @@ class CpuScorer:
         self.weights[:count, 0] = weights
         self.queries[count:].zero_()
         self.weights[count:].zero_()
+        self.largest_query = _largest(self.queries)
 
     def _run_group(
         self, starts: Sequence[int], ends: Sequence[int], load: LoadKeys, out: torch.Tensor
@@ -106,11 +107,19 @@ class CpuScorer:
     def _score(self, touched: Sequence[int]) -> None:
         """Scores the touched tiles of the group, at least."""
         if self.as_one and 2 * len(touched) > len(self.tiles):
-            score_tiles(self.queries, self.weights, self.keys, self.scores)
+            bound = self.largest_query * _largest(self.keys) * self.keys.shape[1]
+            no_nan = bound < torch.finfo(torch.float32).max
+            score_tiles(self.queries, self.weights, self.keys, self.scores, no_nan=no_nan)
             return
         for i in touched:
             queries, weights, scores = self.tiles[i]
             score_tiles(queries, weights, self.keys, scores)
+
+
+def _largest(values: torch.Tensor) -> float:
+    """The largest magnitude; NaN if there is any."""
+    low, high = values.aminmax()
+    return max(-float(low), float(high))
 
 
 def _tile_spans(starts: Sequence[int], ends: Sequence[int], rows: int) -> list[tuple[int, int]]:

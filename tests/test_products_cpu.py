@@ -81,17 +81,17 @@ def test_nan_passes_the_relu(sizes) -> None:
 @pytest.mark.parametrize("sizes", [SMALL, LARGE])
 def test_trial_tells_machines_that_multiply_by_shape(sizes, monkeypatch) -> None:
     """A difference at one place, in a product of several tiles alone, fails the trial."""
-    product = products_cpu._dot_products
+    product = products_cpu._relu_products
 
-    def by_shape(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        dots = product(queries, keys)
+    def by_shape(queries: torch.Tensor, keys: torch.Tensor, no_nan: bool) -> torch.Tensor:
+        dots = product(queries, keys, no_nan)
         rows = tile_shape(*sizes)[0] * sizes[0]
         if queries.shape[0] > rows:
             dots[rows, 7] = dots[rows, 7].abs() + 1
         return dots
 
     tiles_score_as_one.cache_clear()
-    monkeypatch.setattr(products_cpu, "_dot_products", by_shape)
+    monkeypatch.setattr(products_cpu, "_relu_products", by_shape)
     assert not tiles_score_as_one(*sizes, 3, torch.get_num_threads())
     tiles_score_as_one.cache_clear()
 

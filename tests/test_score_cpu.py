@@ -52,6 +52,17 @@ def test_large_groups_give_the_bits_of_single_tiles(windows: str) -> None:
     assert same_bits(mqa_logits(**inputs), tile_by_tile(inputs))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_nan_in_one_head_reaches_the_scores_of_large_groups(value: float) -> None:
+    inputs = dataclasses.replace(LARGE, windows="full").inputs()
+    inputs["k"][5, :2] = value
+    inputs["q"][11, :, :2] = -torch.tensor(value).sign().nan_to_num(1)  # their products are −inf
+    inputs["q"][11, 3, :2] = torch.tensor([1, -1])  # but in head 3: inf − inf
+    got = mqa_logits(**inputs)
+    assert got[11, 5].isnan()
+    assert same_bits(got, tile_by_tile(inputs))
+
+
 def test_bits_and_selection_do_not_depend_on_threads(two_threads) -> None:
     inputs = LARGE.inputs()
     scores, selected = mqa_logits(**inputs), select_topk(**inputs, topk=50)
