@@ -8,7 +8,8 @@ import torch
 CHUNK_SCORES = 1 << 19
 
 _NEG_INF = float("-inf")
-_LOWEST = torch.finfo(torch.float32).min  # the least selectable score
+#: The keys of −FLT_MAX, the least selectable score, and of −inf.
+_LOWEST, _HIDDEN = -0x7F80_0000, -0x7F80_0001
 
 
 def select_rows(
@@ -45,14 +46,13 @@ def _select_chunk(
         out.fill_(-1)
         return
     # Columns outside every window of the chunk are not even looked at.
-    scores = logits[:, first:last].to(torch.float32)
-    scores = scores.nan_to_num(nan=_NEG_INF, posinf=float("inf"), neginf=_NEG_INF)  # a copy
+    keys = _ordered_keys(logits[:, first:last])
     if starts is not None and last_start > first:
-        scores.masked_fill_(torch.arange(first, last) < starts[:, None], _NEG_INF)
+        keys.masked_fill_(torch.arange(first, last) < starts[:, None], _HIDDEN)
     if ends is not None and first_end < last:
-        scores.masked_fill_(torch.arange(first, last) >= ends[:, None], _NEG_INF)
+        keys.masked_fill_(torch.arange(first, last) >= ends[:, None], _HIDDEN)
 
-    chosen, counts = _best(scores, k)
+    chosen, counts = _best(keys, k)
     row, position = chosen.nonzero().unbind(1)  # ascending position within each row
     if starts is not None and last_start > first:
         position = position + (first - starts.clamp(min=0))[row]
@@ -70,16 +70,24 @@ def _bounds(values: torch.Tensor, limit: int) -> tuple[int, int]:
     return min(max(int(low), 0), limit), min(max(int(high), 0), limit)
 
 
-def _best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _ordered_keys(scores: torch.Tensor) -> torch.Tensor:
+    """int32 in the order of the scores: −0 = +0, NaN as −inf. torch.topk is faster on integers."""
+    scores = scores.to(torch.float32)
+    scores = scores.nan_to_num(nan=_NEG_INF, posinf=float("inf"), neginf=_NEG_INF)  # a copy
+    bits = scores.add_(0.0).view(torch.int32)  # −0 + 0 = +0
+    return bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFF_FFFF))
+
+
+def _best(keys: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Marks the k best of each row (never −inf, ties to the smaller column) and counts them."""
-    if k >= scores.shape[1]:
-        chosen = scores >= _LOWEST
+    if k >= keys.shape[1]:
+        chosen = keys >= _LOWEST
         return chosen, chosen.sum(1)
-    kth = scores.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True).clamp_(min=_LOWEST)
-    chosen = scores >= kth
+    kth = keys.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True).clamp_(min=_LOWEST)
+    chosen = keys >= kth
     counts = chosen.sum(1)
     if int(counts.max()) > k:  # somewhere more share the k-th score than there is room for
-        above = scores > kth
+        above = keys > kth
         tied = chosen ^ above
         room = k - above.sum(1, keepdim=True)
         chosen = above | (tied & (tied.cumsum(1, dtype=torch.int32) <= room))
