@@ -1,10 +1,42 @@
-"""Which of several int32 matrices share memory, told from addresses and strides alone."""
+"""Which tensors share memory, told from addresses and strides alone."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import gcd
 
 import torch
+
+
+def check_apart(name: str, written: torch.Tensor, others: Iterable[tuple[str, object]]) -> None:
+    """Raises ValueError if what an op writes overlaps itself or anything else it is given.
+
+    Tensors of different storages are taken to be apart.
+    """
+    if not written.is_contiguous():
+        check_no_self_overlap(name, written)
+    storage = written.untyped_storage().data_ptr()
+    for other_name, other in others:
+        for x in other if isinstance(other, (list, tuple)) else (other,):
+            if not isinstance(x, torch.Tensor) or x.untyped_storage().data_ptr() != storage:
+                continue
+            if x.numel() == 0 or not spans_meet(written, x):  # no bytes of no elements meet any
+                continue
+            if not _in_other_columns(written, x):
+                raise ValueError(
+                    f"{name} must share no memory with {other_name}, got {list(written.shape)} with"
+                    f" strides {written.stride()} over {list(x.shape)} with strides {x.stride()}"
+                )
+
+
+def check_no_self_overlap(name: str, x: torch.Tensor) -> None:
+    """Raises ValueError unless each element of `x` has an address of its own."""
+    axes = sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1)
+    reach = 0
+    for stride, size in axes:
+        if stride <= reach:
+            raise ValueError(f"{name} must not hold overlapping elements, got strides {x.stride()}")
+        reach += stride * (size - 1)
 
 
 def distinct_buffers(buffers: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -13,7 +45,7 @@ def distinct_buffers(buffers: list[torch.Tensor]) -> list[torch.Tensor]:
     for buffer in buffers:
         if buffer.numel() == 0:
             continue
-        _check_no_self_overlap(buffer)
+        check_no_self_overlap("buffers", buffer)
         repeated = False
         for other in kept:
             if _placement(buffer) == _placement(other):
@@ -47,13 +79,20 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.data_ptr() + extent * x.element_size()
 
 
-def _check_no_self_overlap(x: torch.Tensor) -> None:
+def _in_other_columns(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors lie in columns of their own of lines of one length, in bytes."""
+    (a_line, a_width), (b_line, b_width) = _line(a), _line(b)
+    line = gcd(a_line, b_line)
+    offset = (b.data_ptr() - a.data_ptr()) % line if line else 0
+    return a_width <= offset and offset + b_width <= line
+
+
+def _line(x: torch.Tensor) -> tuple[int, int]:
+    """The greatest stride, and what the other axes span, in bytes."""
     axes = sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1)
-    reach = 0
-    for stride, size in axes:
-        if stride <= reach:
-            raise ValueError(f"buffers must not overlap themselves, got strides {x.stride()}")
-        reach += stride * (size - 1)
+    stride = axes.pop()[0] if axes else 0
+    width = sum(s * (n - 1) for s, n in axes) + 1
+    return stride * x.element_size(), width * x.element_size()
 
 
 def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:

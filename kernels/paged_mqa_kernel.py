@@ -147,9 +147,7 @@ def _paged_mqa_logits_kernel(
         offs_n = block_n + tl.arange(0, BLOCK_ROWS)
         mask_n = (offs_n >= n) & (offs_n < end)
         lens = tl.load(lens_ptr + offs_n.to(tl.int64) * stride_lens_n, mask=mask_n, other=0)
-        lens = lens.to(tl.int64)  # a length near the smallest int32 must not wrap
-        if not OWN_LENGTHS:
-            lens += offs_n - (N - 1)
+        lens = _keys_seen(lens, offs_n, N, OWN_LENGTHS)
         longest = tl.minimum(tl.max(tl.where(mask_n, lens, 0)), L)
         known = (request >= 0) & (request < NUM_REQUESTS)
         if known & (longest > tile_start):
@@ -186,9 +184,8 @@ def _paged_mqa_logits_kernel(
                 )
                 if HAS_SCALE:
                     scores = scores * scale
-                length = tl.load(lens_ptr + row * stride_lens_n).to(tl.int64)
-                if not OWN_LENGTHS:
-                    length += row - (N - 1)
+                length = tl.load(lens_ptr + row * stride_lens_n)
+                length = _keys_seen(length, row, N, OWN_LENGTHS)
                 scores = tl.where(exists & (offs_l < cut(length, L)), scores, float("-inf"))
                 tl.store(out_ptr + row * stride_ot, scores, mask=mask_l)
         else:
@@ -197,6 +194,16 @@ def _paged_mqa_logits_kernel(
                 nothing = tl.full((BLOCK_KEYS,), float("-inf"), tl.float32)
                 tl.store(out_ptr + row * stride_ot, nothing, mask=mask_l)
         n = end
+
+
+@triton.jit
+def _keys_seen(length, row, N, OWN_LENGTHS: tl.constexpr):
+    """length − N + 1 + row in int64, row counting from the request's first; or its own length."""
+    if OWN_LENGTHS:
+        return length.to(tl.int64)
+    if length.dtype == tl.int64:
+        length = tl.maximum(length, 0)  # one near the smallest would wrap around
+    return length.to(tl.int64) + (row - (N - 1))
 
 
 @triton.jit

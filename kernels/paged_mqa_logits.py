@@ -117,6 +117,8 @@ def row_lengths(context_lens: torch.Tensor, next_n: int) -> torch.Tensor:
     """The length of each row, [B, N] int64, not yet cut to the context."""
     if context_lens.dim() == 2:
         return context_lens.to(torch.int64)
+    if context_lens.dtype == torch.int64:  # one near the smallest must not wrap
+        context_lens = context_lens.clamp(min=0)
     behind = torch.arange(next_n, device=context_lens.device) - (next_n - 1)
     return context_lens.to(torch.int64)[:, None] + behind
 

@@ -81,8 +81,6 @@ def prepare_index_k(
     check_int("page_size", page_size, minimum=1)
     check_cache(cache, page_size, head_dim)
     check_tensor("cache", cache, device=k.device)
-    if any(n > 1 and s == 0 for n, s in zip(cache.shape, cache.stride(), strict=True)):
-        raise ValueError(f"cache must not overlap itself, got strides {cache.stride()}")
     check_tensor("slots", slots, dtype=INDEX_DTYPES, shape=(count,), device=k.device)
     check_scale_format(scale_format)
     _op(

@@ -17,6 +17,7 @@ from .checks import (
 from .registry import register_op
 
 TILE = 2048  # elements a program: 16 keys of D=128, one 16-byte load a thread
+MAX_LENGTH = 2**40  # more keys than any memory holds; sums of longer lengths could wrap around
 
 #: Rows without a key, as bit patterns of the payload: zero bytes beside a NaN scale, else NaN.
 _FILL = {torch.uint8: 0, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00, torch.float32: 0x7FC00000}
@@ -118,7 +119,8 @@ def _read_index_k(
     out: list[torch.Tensor],
 ) -> None:
     total, head_dim = out[0].shape
-    ends = context_lens.clamp(min=0).cumsum(0, dtype=torch.int64)  # [B]
+    most = min(MAX_LENGTH, torch.iinfo(context_lens.dtype).max)
+    ends = context_lens.clamp(0, most).cumsum(0, dtype=torch.int64)  # [B]
     checked = content_checks(cache)
     if (checked or cache.device.type == "cpu") and len(ends) and total < int(ends[-1]):
         raise ValueError(f"total (the rows of out) must be at least {int(ends[-1])}, got {total}")

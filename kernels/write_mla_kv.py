@@ -57,8 +57,6 @@ def write_mla_kv(
     check_tensor("kv", kv, dtype=FLOAT_CACHES, shape=(None, VALUES + ROPE))
     check_tensor("cache", cache, dtype=torch.uint8, device=kv.device)
     check_rows("cache", cache)
-    if cache.shape[0] > 1 and cache.stride(0) == 0:
-        raise ValueError(f"cache must not overlap itself, got strides {cache.stride()}")
     check_tensor("slots", slots, dtype=INDEX_DTYPES, shape=(kv.shape[0],), device=kv.device)
     check_scale_format(scale_format)
     _op(cache, kv, slots, scale_format == "ue8m0")

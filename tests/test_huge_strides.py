@@ -13,11 +13,16 @@ import torch
 from lightning_indexer.kernels.compact import compact_topk_indices
 from lightning_indexer.kernels.mqa_logits import mqa_logits
 from lightning_indexer.kernels.paged_mqa_logits import paged_mqa_logits
+from lightning_indexer.kernels.prepare_index_k import prepare_index_k
+from lightning_indexer.kernels.prepare_index_q import prepare_index_q
+from lightning_indexer.kernels.prepare_ragged_index_k import prepare_ragged_index_k
 from lightning_indexer.kernels.read_index_k import read_index_k
 from lightning_indexer.kernels.select_topk import paged_select_topk, select_topk
 from lightning_indexer.kernels.slots import indices_to_slots
+from lightning_indexer.kernels.sparse_mla_attention import sparse_mla_attention
 from lightning_indexer.kernels.topk import topk_indices
 from lightning_indexer.kernels.write_index_k import write_index_k
+from lightning_indexer.kernels.write_mla_kv import write_mla_kv
 from virtual_memory import DEVICES, far_apart, linux_only
 
 pytestmark = linux_only
@@ -119,6 +124,37 @@ def run_read(x: Tensors) -> torch.Tensor:
     return torch.cat([x["values"].to(torch.float32), *scales], dim=1)
 
 
+def run_attention(x: Tensors) -> torch.Tensor:
+    """out and lse side by side."""
+    v_dim = x["out"].shape[2]
+    sparse_mla_attention(**x, scale=0.5, v_dim=v_dim)
+    return torch.cat([x["out"].float(), x["lse"][..., None]], dim=2)
+
+
+def run_write_mla(x: Tensors) -> torch.Tensor:
+    write_mla_kv(**x)
+    return x["cache"]
+
+
+def run_prepare_q(x: Tensors) -> torch.Tensor:
+    out = x["values"].view(torch.float8_e4m3fn), x["out_weights"]
+    inputs = {n: t for n, t in x.items() if n not in ("values", "out_weights")}
+    prepare_index_q(**inputs, rope_style="half_split", out=out)
+    return torch.cat([x["values"].float(), x["out_weights"][..., None]], dim=2)
+
+
+def run_prepare_k(x: Tensors) -> torch.Tensor:
+    prepare_index_k(**x, eps=1e-6, rope_style="half_split", page_size=PAGE_SIZE)
+    return x["cache"]
+
+
+def run_prepare_ragged_k(x: Tensors) -> torch.Tensor:
+    out = x["values"].view(torch.float8_e4m3fn), x["scales"]
+    inputs = {n: t for n, t in x.items() if n not in ("values", "scales")}
+    prepare_ragged_index_k(**inputs, eps=1e-6, rope_style="half_split", out=out)
+    return torch.cat([x["values"].float(), x["scales"][:, None]], dim=1)
+
+
 def out(rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensors:
     return {"out": torch.zeros(rows, width, dtype=dtype)}
 
@@ -138,6 +174,51 @@ def read_inputs(cache: torch.Tensor) -> Tensors:
 
 def float_cache() -> torch.Tensor:
     return torch.randn(PAGES, PAGE_SIZE, HEAD_DIM)
+
+
+def attention_inputs(dim: int, v_dim: int, dtype: torch.dtype) -> Tensors:
+    return {
+        "q": torch.randn(ROWS, HEADS, dim).to(dtype),
+        "kv": torch.randn(4, dim).to(dtype),
+        "indices": int32([[0, 3, -1], [3, 2, 1], [1, -1, 3]]),
+        "out": torch.zeros(ROWS, HEADS, v_dim, dtype=dtype),
+        "lse": torch.zeros(ROWS, HEADS),
+    }
+
+
+def mla_cache() -> torch.Tensor:
+    cache = torch.zeros(4, 656, dtype=torch.uint8)
+    write_mla_kv(cache, torch.randn(4, 576), torch.arange(4))
+    return cache
+
+
+def write_mla_inputs() -> Tensors:
+    return {"cache": mla_cache(), "kv": torch.randn(3, 576), "slots": int32([3, 0, 2])}
+
+
+def rope_inputs() -> Tensors:
+    tables = {"cos": torch.randn(6, 2), "sin": torch.randn(6, 2)}
+    return {"positions": int32([5, 1, 4]), **tables}
+
+
+def prepare_q_inputs() -> Tensors:
+    return {
+        "q": torch.randn(ROWS, HEADS, HEAD_DIM),
+        "weights": torch.randn(ROWS, HEADS),
+        **rope_inputs(),
+        "values": torch.zeros(ROWS, HEADS, HEAD_DIM, dtype=torch.uint8),
+        "out_weights": torch.zeros(ROWS, HEADS),
+    }
+
+
+def key_inputs() -> Tensors:
+    norm = {"norm_weight": torch.randn(HEAD_DIM), "norm_bias": torch.randn(HEAD_DIM)}
+    return {"k": torch.randn(3, HEAD_DIM), **norm, **rope_inputs()}
+
+
+def ragged_key_inputs() -> Tensors:
+    values = torch.zeros(3, HEAD_DIM, dtype=torch.uint8)
+    return key_inputs() | {"values": values, "scales": torch.zeros(3)}
 
 
 INT32 = torch.int32
@@ -176,6 +257,19 @@ OPS: dict[str, tuple[Callable[[Tensors], torch.Tensor], Callable[[], Tensors]]] 
     "write_index_k, fp8": (run_write, lambda: write_inputs(quantised_cache())),
     "read_index_k": (run_read, lambda: read_inputs(float_cache())),
     "read_index_k, fp8": (run_read, lambda: read_inputs(quantised_cache())),
+    "prepare_index_q": (run_prepare_q, prepare_q_inputs),
+    "prepare_index_k": (run_prepare_k, lambda: key_inputs() | write_inputs(float_cache())),
+    "prepare_index_k, fp8": (
+        run_prepare_k,
+        lambda: key_inputs() | write_inputs(quantised_cache()),
+    ),
+    "prepare_ragged_index_k": (run_prepare_ragged_k, ragged_key_inputs),
+    "sparse_mla_attention": (run_attention, lambda: attention_inputs(24, 16, torch.float32)),
+    "sparse_mla_attention, 656-byte rows": (
+        run_attention,
+        lambda: attention_inputs(576, 512, torch.bfloat16) | {"kv": mla_cache()},
+    ),
+    "write_mla_kv": (run_write_mla, write_mla_inputs),
 }
 
 
@@ -190,15 +284,20 @@ def _result(op: str, device: str) -> torch.Tensor:
     return OPS[op][0]({n: x.to(device, copy=True) for n, x in _inputs(op).items()})
 
 
+def holds_bytes(name: str, x: torch.Tensor) -> bool:
+    """Whether only lines of `x` may lie apart: each of them is a page or a 656-byte row."""
+    return name in ("cache", "kv") and x.dtype == torch.uint8
+
+
 def places() -> list[object]:
-    """Device, op, argument and axis; of the pages of a uint8 cache only the first axis is free.
+    """Device, op, argument and axis.
 
     On a GPU only rows move apart: another inner stride is another kernel to compile.
     """
     found = []
     for op in OPS:
         for name, x in _inputs(op).items():
-            for axis in range(1 if name == "cache" and x.dtype == torch.uint8 else x.dim()):
+            for axis in range(1 if holds_bytes(name, x) else x.dim()):
                 place, label = (op, name, axis), f"{op}: {name}, axis {axis}"
                 if x.shape[axis] > 1:
                     found.append(pytest.param("cpu", *place, id=label))
@@ -215,7 +314,7 @@ def test_axis_that_reaches_past_2_31_elements_changes_nothing(
     tensors = {n: x.to(device, copy=True) for n, x in _inputs(op).items()}
     x = tensors[name]
     # a page's scales are counted in fp32: they too shall lie 2³¹ elements away
-    reach = 4 * REACH if name == "cache" and x.dtype == torch.uint8 else REACH
+    reach = 4 * REACH if holds_bytes(name, x) else REACH
     tensors[name] = far_apart(x, axis, reach)
     run, _ = OPS[op]
     assert torch.equal(run(tensors), _result(op, device))
