@@ -176,4 +176,4 @@ def sparse_attention(q, kv, indices, scale, v_dim):
     return torch.einsum("thw,twd->thd", share, keys[..., :v_dim]).to(q.dtype)
 
 
-sparse_attention.lightning_indexer_contract = SparseAttentionContract(lse=False)
+sparse_attention.lightning_indexer_contract = SparseAttentionContract(caches=("floats",), lse=False)

@@ -7,12 +7,18 @@ from typing import Any
 
 import torch
 
+from .attention_reference import pack_mla_row
 from .layouts import laid_out
 
 #: Spread of the scores: near-uniform weights, ordinary ones, one weight of nearly 1.
 ATTENTION_REGIMES = ("flat", "normal", "sharp")
 #: What indices hold besides slots of the pool.
 HOLES = ("none", "some", "tail", "empty rows", "outside", "repeats")
+#: What slots that no index names hold: NaN and infinity, or finite numbers.
+UNLISTED = ("special", "finite")
+#: Slots of the queries' dtype, or of 512 e4m3 values, 4 fp32 scales and 64 bf16 values.
+CACHES = ("floats", "656 bytes")
+BYTES_DIMS = (576, 512)
 
 
 @dataclass(frozen=True)
@@ -29,21 +35,29 @@ class SparseAttentionCase:
     holes: str  # of HOLES
     layout: str
     seed: int
+    unlisted: str = "special"  # of UNLISTED
+    cache: str = "floats"  # of CACHES
 
     def inputs(self) -> dict[str, Any]:
-        """Arguments by name. Slots that no index names are NaN, in part infinite."""
+        """Arguments by name. Special slots that no index names are NaN, in part infinite."""
         g = torch.Generator().manual_seed(self.seed)
         dim, v_dim = self.dims
         spread = {"flat": 0.0, "normal": 1.0, "sharp": 12.0}[self.regime]
         q = (spread * torch.randn((self.rows, self.heads, dim), generator=g)).to(self.dtype)
         kv = torch.randn((self.slots, dim), generator=g).to(self.dtype)
+        packed = self.cache == "656 bytes"
+        if packed:
+            kv = torch.stack([pack_mla_row(row) for row in kv.float()])
         indices = self._indices(g)
-        unnamed = torch.ones(self.slots, dtype=torch.bool)
-        unnamed[indices[(indices >= 0) & (indices < self.slots)]] = False
-        kv[unnamed] = torch.nan
-        kv[unnamed.nonzero()[::2, 0], ::3] = torch.inf
+        if self.unlisted == "special":
+            unnamed = torch.ones(self.slots, dtype=torch.bool)
+            unnamed[indices[(indices >= 0) & (indices < self.slots)]] = False
+            kv[unnamed] = 0x7F if packed else torch.nan
+            kv[unnamed.nonzero()[::2, 0], ::3] = 0xFF if packed else torch.inf
         tensors = {"q": q, "kv": kv, "indices": indices.to(torch.int32)}
         laid = {n: laid_out(x, self.layout) for n, x in tensors.items()}
+        if packed and self.layout != "contiguous":  # rows of bytes are contiguous, at most apart
+            laid["kv"] = laid_out(kv, "padded")
         return laid | {"scale": dim**-0.5, "v_dim": v_dim}
 
     def _indices(self, g: torch.Generator) -> torch.Tensor:

@@ -74,7 +74,13 @@ def call_for_result(
 
 def _guarded(name: str, x: Any, device: str, guards: Guards) -> Any:
     if isinstance(x, list):
-        return [_guarded(f"{name}[{i}]", item, device, guards) for i, item in enumerate(x)]
+        for i, item in enumerate(x):  # a tensor that is listed twice stays one tensor
+            first = next(j for j, other in enumerate(x) if other is item)
+            if first < i:
+                guards[f"{name}[{i}]"] = guards[f"{name}[{first}]"]
+            else:
+                _guarded(f"{name}[{i}]", item, device, guards)
+        return [guards[f"{name}[{i}]"].tensor for i in range(len(x))]
     if not isinstance(x, torch.Tensor):
         return x
     guards[name] = Guarded.like(x, device)

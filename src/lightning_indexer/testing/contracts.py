@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .attention_cases import CACHES, UNLISTED
 from .bounds import ROUNDING
 from .caches import FLOATS, QUANTISED
 from .cases import BF16, DTYPE_PAIRS, FP16, FP32, ROW_ORDERS
@@ -56,6 +57,8 @@ class TopkContract(KernelContract):
         pos_inf: whether +inf is drawn.
         padding: what fills the places that a row of few candidates leaves; None: no promise, so
             that every row has k candidates. Needs windows=("none",), for a window may be short.
+        k_past_length: whether k may be greater than L; else only windows, NaN and −inf leave a
+            row short.
         positions: counted from the row's start ("relative") or column 0 ("absolute").
         windows: which bounds it is given, out of "none", "ends", "both"; with ("none",) it is
             called as fn(logits, k).
@@ -74,6 +77,7 @@ class TopkContract(KernelContract):
     neg_inf: str = "skipped"
     pos_inf: bool = True
     padding: int | None = -1
+    k_past_length: bool = True
     positions: str = "relative"
     windows: tuple[str, ...] = ("none", "ends", "both")
     dtypes: tuple[torch.dtype, ...] = (FP32, FP16, BF16)
@@ -183,6 +187,7 @@ class CompactContract(KernelContract):
 
     Attributes:
         several: whether it takes a list of buffers; else `fn(buffer, rows)`.
+        repeats: whether a buffer may be listed twice (it is compacted once).
         num_rows: whether it takes `num_rows=`, from which on row ids are unknown.
         orders: of row ids, out of `cases.ROW_ORDERS`; "wild" has unknown ids, whose rows become
             −1.
@@ -191,6 +196,7 @@ class CompactContract(KernelContract):
     """
 
     several: bool = True
+    repeats: bool = True
     num_rows: bool = True
     orders: tuple[str, ...] = ROW_ORDERS
     rows_dtypes: tuple[torch.dtype, ...] = (INT32, INT64)
@@ -224,7 +230,9 @@ class SparseAttentionContract(KernelContract):
     """Of `fn(q, kv, indices, scale, v_dim) → (out, lse)`, or out alone.
 
     Attributes:
-        dims: pairs (Dqk, v_dim).
+        caches: what a slot holds: "floats" of q's dtype, "656 bytes" (fp8 values with their scales
+            and bf16 RoPE values, for fp16 and bf16 queries of Dqk=576, v_dim=512), or both.
+        dims: pairs (Dqk, v_dim), of floats.
         dtypes: of q and kv.
         heads: that it takes.
         lse: whether it returns the natural logarithm of the summed exponentials as well.
@@ -232,11 +240,16 @@ class SparseAttentionContract(KernelContract):
             else every index is a slot.
         garbage: whether slots outside the pool are skipped as −1 is.
         repeats: whether a slot may be listed twice (it counts twice).
+        unlisted: what slots that no index names hold: "special" (NaN and infinity, for they are
+            not read) or "finite" (a kernel may multiply them by 0).
+        batch_invariant: whether −1 appended to a row leaves its bits alone. If not, results may
+            differ by twice the error bound.
         operand: unit roundoff of what weights are multiplied in; 2^-11 or 2^-8 for a kernel that
             rounds them to fp16 or bf16. Sums are of fp32.
         max_rows, max_width, max_slots: the largest T, W and pool.
     """
 
+    caches: tuple[str, ...] = CACHES
     dims: tuple[tuple[int, int], ...] = ((16, 16), (24, 16), (40, 32), (96, 64))
     dtypes: tuple[torch.dtype, ...] = (FP32, FP16, BF16)
     heads: tuple[int, ...] = (1, 2, 3, 16, 17)
@@ -244,10 +257,20 @@ class SparseAttentionContract(KernelContract):
     garbage: bool = True
     empty_rows: bool = True
     repeats: bool = True
+    unlisted: str = "special"
+    batch_invariant: bool = True
     operand: float = ROUNDING
     max_rows: int = 4
     max_width: int = 70
     max_slots: int = 100
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a word that means nothing."""
+        super().__post_init__()
+        _check_words("unlisted", (self.unlisted,), UNLISTED)
+        _check_words("caches", self.caches, CACHES)
+        if "656 bytes" in self.caches and set(self.dtypes) <= {FP32}:
+            raise ValueError(f"caches must be ('floats',) without fp16 and bf16, got {self.caches}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -191,6 +191,17 @@ def compacted_together(
         assert_equal(together[i], alone, f"buffer {i} in one call with others, and alone")
 
 
+def listed_twice(
+    compact: Callable[[list[torch.Tensor], torch.Tensor], list[torch.Tensor]],
+    buffer: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """A buffer that is listed twice, as two layers share one, is compacted once."""
+    (once,) = compact([buffer.clone()], rows)
+    shared = buffer.clone()
+    assert_equal(compact([shared, shared], rows)[0], once, "a buffer listed twice, and once")
+
+
 def compacted_twice(
     compact: Callable[[list[torch.Tensor], torch.Tensor], list[torch.Tensor]],
     buffer: torch.Tensor,

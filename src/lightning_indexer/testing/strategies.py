@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from .attention_cases import ATTENTION_REGIMES, SparseAttentionCase
+import torch
+
+from .attention_cases import ATTENTION_REGIMES, BYTES_DIMS, SparseAttentionCase
 from .cases import CompactCase, MqaLogitsCase, SlotsCase, TopkCase
 from .contracts import (
     CompactContract,
@@ -69,12 +72,12 @@ def topk_cases(
     """Cases of `topk_indices` within a contract (default: ours), of some regimes and windows."""
     contract = contract or TopkContract()
     least, longest = _least(contract), min(contract.max_length, 1100)
-    short_rows = contract.padding is not None
-    most = contract.max_k if short_rows else min(contract.max_k, longest)
+    any_k = contract.padding is not None and contract.k_past_length
+    most = contract.max_k if any_k else min(contract.max_k, longest)
     k = draw(sizes(1, most, *contract.blocks))
     if draw(st.booleans()):
         k = min(k, 60)
-    low = least if short_rows else k
+    low = least if any_k else k
     length = draw(sizes(low, longest, k, *contract.blocks))
     if draw(st.booleans()):  # as often as not a short row
         length = min(length, max(low, 150))
@@ -216,12 +219,23 @@ def slots_cases(
 
 
 def sparse_attention_cases(
-    contract: SparseAttentionContract | None = None, *, regimes: Sequence[str] = ()
+    contract: SparseAttentionContract | None = None,
+    *,
+    regimes: Sequence[str] = (),
+    cache: str = "floats",
 ) -> st.SearchStrategy[SparseAttentionCase]:
-    """Cases of `sparse_mla_attention` within a contract (default: ours)."""
+    """Cases of `sparse_mla_attention` over a cache, within a contract (default: ours)."""
     contract = contract or SparseAttentionContract()
     least = _least(contract)
-    return st.builds(
+    if cache == "656 bytes":  # in Python alone: small pools
+        contract = replace(
+            contract,
+            dims=(BYTES_DIMS,),
+            dtypes=tuple(d for d in contract.dtypes if d != torch.float32),
+            max_slots=min(contract.max_slots, 12),
+            max_width=min(contract.max_width, 20),
+        )
+    cases = st.builds(
         SparseAttentionCase,
         rows=sizes(least, contract.max_rows),
         heads=st.sampled_from(contract.heads),
@@ -233,7 +247,13 @@ def sparse_attention_cases(
         holes=st.sampled_from(attention_holes(contract)),
         layout=st.sampled_from(contract.layouts),
         seed=SEEDS,
+        unlisted=st.just(contract.unlisted),
+        cache=st.just(cache),
     )
+    if contract.empty_rows:
+        return cases
+    # a row wider than the pool would hold −1
+    return cases.map(lambda case: replace(case, width=min(case.width, case.slots)))
 
 
 def attention_holes(contract: SparseAttentionContract) -> tuple[str, ...]:

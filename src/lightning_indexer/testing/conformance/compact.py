@@ -63,8 +63,10 @@ class CompactSuite:
             judge_compaction(old, new, case.rows(), case.limit, f"buffer {i}")
 
     def together(self, case: CompactCase) -> None:
-        """Buffers in one call end as each alone does."""
+        """Buffers in one call end as each alone does, and one listed twice as listed once."""
         relations.compacted_together(self.call, case.buffers(), case.rows())
+        if self.contract.repeats:
+            relations.listed_twice(self.call, case.buffers()[0], case.rows())
 
     def twice(self, case: CompactCase) -> None:
         """Compactions compose."""

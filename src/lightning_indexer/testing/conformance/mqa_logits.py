@@ -14,7 +14,13 @@ from ..cases import MqaLogitsCase
 from ..contracts import MqaLogitsContract
 from ..runner import Property
 from ..strategies import mqa_logits_cases, value_regimes
-from .scores import Agreement, judge_scores
+from .scores import Agreement, judge_scores, where_seen
+
+
+def _seen(inputs: dict[str, Any]) -> torch.Tensor:
+    """Which keys the windows hold, [T, L]."""
+    places = torch.arange(inputs["k"].shape[0])
+    return (places >= inputs["row_starts"][:, None]) & (places < inputs["row_ends"][:, None])
 
 
 class MqaLogitsSuite:
@@ -37,6 +43,10 @@ class MqaLogitsSuite:
             device=self.contract.device,
         )
 
+    def call_where_seen(self, inputs: dict[str, Any]) -> Any:
+        """`call`, and −inf for what the contract says nothing of."""
+        return where_seen(self.call(inputs), _seen(inputs), self.contract)
+
     def _bound(self, inputs: dict[str, Any]) -> torch.Tensor:
         q, k, weights, scale = (inputs[n] for n in ("q", "k", "weights", "k_scale"))
         return score_bound(q, k, weights, scale, self.contract.rounding)
@@ -44,17 +54,15 @@ class MqaLogitsSuite:
     def scores(self, case: MqaLogitsCase) -> None:
         """The formula within rounding, and what the contract says outside the windows."""
         inputs = case.inputs()
-        places = torch.arange(case.length)
-        starts, ends = inputs["row_starts"][:, None], inputs["row_ends"][:, None]
-        visible = (places >= starts) & (places < ends)
         got, expected = self.call(inputs, case.layout), reference.mqa_logits(**inputs)
-        judge_scores(got, expected, self._bound(inputs), visible, self.contract)
+        judge_scores(got, expected, self._bound(inputs), _seen(inputs), self.contract)
 
     def again(self, case: MqaLogitsCase) -> None:
         """The same call gives the same bits."""
-        first = self.call(case.inputs())
+        first = self.call_where_seen(case.inputs())
         for _ in range(3):
-            relations.assert_equal(self.call(case.inputs()), first, "the same call again")
+            again = self.call_where_seen(case.inputs())
+            relations.assert_equal(again, first, "the same call again")
 
     def _relation(self, run: Callable[..., None], *extra: Any) -> Callable[[MqaLogitsCase], None]:
         """`run` on the case's inputs, with the agreement that its bound allows."""
@@ -62,7 +70,7 @@ class MqaLogitsSuite:
         def check(case: MqaLogitsCase) -> None:
             inputs = case.inputs()
             agree = Agreement(self.contract, self._bound(inputs))
-            run(self.call, inputs, agree, *extra)
+            run(self.call_where_seen, inputs, agree, *extra)
 
         return check
 
@@ -103,7 +111,7 @@ class MqaLogitsSuite:
                 Property(
                     "weights doubled double the scores",
                     mqa_logits_cases(c, regimes=("normal", "ties"), windows=["full"]),
-                    lambda case: relations.weights_doubled(self.call, case.inputs()),
+                    lambda case: relations.weights_doubled(self.call_where_seen, case.inputs()),
                 ),
             ]
         if c.outside == "-inf" and c.special_values:

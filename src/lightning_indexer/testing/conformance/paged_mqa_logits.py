@@ -8,15 +8,24 @@ from typing import Any
 import torch
 
 from .. import reference, relations
-from ..bounds import gathered, paged_score_bound
+from ..bounds import paged_score_bound
 from ..calls import call_for_result
 from ..contracts import PagedMqaLogitsContract
 from ..paged_cases import PagedMqaLogitsCase
 from ..runner import Property
 from ..strategies import paged_mqa_logits_cases, value_regimes
-from .scores import Agreement, judge_scores
+from .scores import Agreement, judge_scores, where_seen
 
 NAMES = ("q", "cache", "weights", "context_lens", "block_table")
+
+
+def _seen(inputs: dict[str, Any]) -> torch.Tensor:
+    """Which positions lie within their row's length, [rows, max_context_len]."""
+    lengths, _ = reference.row_lengths(
+        inputs["context_lens"], inputs["q"].shape[1], inputs.get("row_to_request")
+    )
+    places = torch.arange(inputs["max_context_len"])
+    return places < torch.tensor(lengths, dtype=torch.int64)[:, None]
 
 
 class PagedMqaLogitsSuite:
@@ -39,13 +48,14 @@ class PagedMqaLogitsSuite:
             device=self.contract.device,
         )
 
+    def call_where_seen(self, inputs: dict[str, Any]) -> Any:
+        """`call`, and −inf for what the contract says nothing of."""
+        return where_seen(self.call(inputs), _seen(inputs), self.contract)
+
     def _scores(self, inputs: dict[str, Any], layout: str) -> None:
-        lengths = gathered(inputs)[1]
         expected = reference.paged_mqa_logits(**inputs)
-        places = torch.arange(inputs["max_context_len"])
-        visible = places < torch.tensor(lengths, dtype=torch.int64)[:, None]
         bound = paged_score_bound(inputs, self.contract.rounding)
-        judge_scores(self.call(inputs, layout), expected, bound, visible, self.contract)
+        judge_scores(self.call(inputs, layout), expected, bound, _seen(inputs), self.contract)
 
     def scores(self, case: PagedMqaLogitsCase) -> None:
         """The formula within rounding, and what the contract says past a row's length."""
@@ -58,22 +68,23 @@ class PagedMqaLogitsSuite:
     def again(self, case: PagedMqaLogitsCase) -> None:
         """The same call gives the same bits."""
         inputs = case.inputs(hostile=False)
-        first = self.call(inputs)
+        first = self.call_where_seen(inputs)
         for _ in range(3):
-            relations.assert_equal(self.call(inputs), first, "the same call again")
+            again = self.call_where_seen(inputs)
+            relations.assert_equal(again, first, "the same call again")
 
     def renumbered(self, case: PagedMqaLogitsCase) -> None:
         """The page map changes nothing."""
         inputs = case.inputs(hostile=False)
         agree = Agreement(self.contract, paged_score_bound(inputs, self.contract.rounding))
-        relations.pages_renumbered(self.call, inputs, case.seed, agree)
+        relations.pages_renumbered(self.call_where_seen, inputs, case.seed, agree)
 
     def split(self, case: PagedMqaLogitsCase) -> None:
         """Rows of the ragged form may come in any number of calls."""
         inputs = case.inputs(hostile=False)
         agree = Agreement(self.contract, paged_score_bound(inputs, self.contract.rounding))
         rows = ("q", "weights", "context_lens", "row_to_request")
-        relations.rows_split(self.call, inputs, agree, rows)
+        relations.rows_split(self.call_where_seen, inputs, agree, rows)
 
     def forms(self, case: PagedMqaLogitsCase) -> None:
         """Lengths [B] and the lengths [B, N] that they mean give the same."""
@@ -81,8 +92,8 @@ class PagedMqaLogitsSuite:
         agree = Agreement(self.contract, paged_score_bound(inputs, self.contract.rounding))
         lengths, _ = reference.row_lengths(inputs["context_lens"], case.next_n, None)
         own = torch.tensor(lengths, dtype=torch.int32).view(case.requests, case.next_n)
-        other = self.call(inputs | {"context_lens": own})
-        agree(self.call(inputs), other, "lengths [B], and [B, N]")
+        other = self.call_where_seen(inputs | {"context_lens": own})
+        agree(self.call_where_seen(inputs), other, "lengths [B], and [B, N]")
 
     def properties(self) -> list[Property]:
         """A property a regime of operands, then garbage and relations as the contract allows."""
@@ -104,7 +115,9 @@ class PagedMqaLogitsSuite:
             Property(
                 "weights doubled double the scores",
                 drawn("normal", "ties"),
-                lambda case: relations.weights_doubled(self.call, case.inputs(hostile=False)),
+                lambda case: relations.weights_doubled(
+                    self.call_where_seen, case.inputs(hostile=False)
+                ),
             ),
         ]
         if {"drafts", "own lengths"} <= set(c.forms):

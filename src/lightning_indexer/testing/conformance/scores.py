@@ -35,6 +35,13 @@ def judge_scores(
     assert_matches(torch.where(visible, got, 0.0), torch.where(visible, expected, 0.0), bound)
 
 
+def where_seen(got: torch.Tensor, visible: torch.Tensor, contract: ScoreContract) -> torch.Tensor:
+    """`got`, and −inf where nothing is promised: two calls need not agree there."""
+    if contract.outside == "-inf":
+        return got
+    return got.masked_fill(~visible, float("-inf"))
+
+
 class Agreement:
     """How near two scores of the same query and key must be: equal, or within twice the bound."""
 
