@@ -7,6 +7,9 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 BENCH_ARGS ?=
 SINS_ARGS ?=
+PEERS_ARGS ?=
+MUTATE_ARGS ?=
+VERIFY_ARGS ?=
 SOAK_MINUTES ?= 60
 SOAK_ARGS ?=
 
@@ -30,7 +33,7 @@ export OMP_NUM_THREADS := 1
 export HYPOTHESIS_PROFILE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpu test-interpreter test-triton36 test-transformers test-clients sins soak lint format bench compile-report dist clean
+.PHONY: help demo test test-cpu test-interpreter test-triton36 test-transformers test-clients sins mutate verify verify-quick peers soak lint format bench compile-report dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -86,6 +89,19 @@ test-clients: test-transformers $(VENV_CLIENTS)/.installed ## those for transfor
 
 sins: $(VENV)/.installed-dev ## commit every known sin in a copy of the tree: tests must reject each
 	PYTHONPATH=tests $(BIN)/python -m sins $(SINS_ARGS)
+
+mutate: $(VENV)/.installed-dev ## run all mutants of the three folders: hours; goes on where it was cut off
+	PYTHONPATH=tests $(BIN)/python -m mutation --jobs $(WORKERS) $(MUTATE_ARGS)
+
+verify: $(VENV)/.installed-dev ## every reliability figure, and whether each promise holds
+	PYTHONPATH=tests $(BIN)/python -m verify $(VERIFY_ARGS)
+
+verify-quick: $(VENV)/.installed-dev ## a part of it, in minutes
+	PYTHONPATH=tests $(BIN)/python -m verify --quick $(VERIFY_ARGS)
+
+peers: $(VENV_CLIENTS)/.installed ## the test kit on torch, transformers and vLLM (3.3 GB)
+	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OPENBLAS_NUM_THREADS=1 PYTHONPATH=tests \
+		$(VENV_CLIENTS)/bin/python -m peers $(PEERS_ARGS)
 
 soak: $(VENV)/.installed-dev ## all properties under random seeds, for SOAK_MINUTES
 	$(BIN)/python tests/soak.py --minutes $(SOAK_MINUTES) $(SOAK_ARGS)

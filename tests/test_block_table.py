@@ -112,8 +112,12 @@ def test_foreign_positions_are_mapped_by_the_local_table():
 
 def test_no_position_has_no_slot():
     table = BlockTable(1, 8, num_pages=2, page_size=4)
-    none = torch.zeros(0, dtype=torch.int64)
-    assert table.slots(none, none.to(torch.int32)).shape == (0,)
+    table.allocate(0, 8)
+    none = torch.tensor([-1, 7, -2, -4, -(2**31)])
+    slots = table.slots(none, torch.zeros(5, dtype=torch.int32))
+    assert slots.tolist() == [-1, 7, -1, -1, -1]
+    empty = table.slots(none[:0], torch.zeros(0, dtype=torch.int32))
+    assert empty.shape == (0,) and empty.dtype == torch.int64
 
 
 def test_padding_request_has_no_slot():

@@ -37,7 +37,7 @@ def test_every_suite_has_an_op_of_ours() -> None:
 def test_op_keeps_its_promise(op: str, prop: Property) -> None:
     outcome = run_property(prop, 3 if INTERPRET else 12)
     assert outcome.failure is None, str(outcome.failure)
-    EXAMPLES[f"conformance of {op}"] += outcome.cases
+    EXAMPLES[f"conformance of {op}", "drawn by the kit"] += outcome.cases
 
 
 def test_ops_that_write_out_keep_theirs_too() -> None:

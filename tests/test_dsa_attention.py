@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counting import counts_examples
+from counting import AGREEMENT, BATCHES, counts_examples, tallies
 from lightning_indexer.indexer.block_table import BlockTable
 from lightning_indexer.indexer.buffer import TopkIndicesBuffer
 from lightning_indexer.indexer.config import IndexerConfig
@@ -152,6 +152,7 @@ def unabsorbed(layer: DSAAttention, x: torch.Tensor, selection: torch.Tensor) ->
 @settings(max_examples=4 if INTERPRET else 40)  # a layer is many programs there
 @given(CASES)
 @counts_examples("DSAAttention")
+@tallies(AGREEMENT, "DSAAttention")
 def test_output_is_that_of_unabsorbed_attention_over_the_selected_keys(case: Case) -> None:
     layer = case.layer()
     share(layer, case)
@@ -173,6 +174,7 @@ def test_output_is_that_of_unabsorbed_attention_over_the_selected_keys(case: Cas
 @settings(max_examples=1 if INTERPRET else 15)
 @given(CASES)
 @counts_examples("DSAAttention")
+@tallies(BATCHES, "DSAAttention")
 def test_rows_have_the_same_bits_in_prefill_chunks_and_decode(case: Case) -> None:
     case = replace(case, role="full")
     layer, cache = case.layer(), case.cache()

@@ -16,7 +16,7 @@ from operator import attrgetter
 import pytest
 import torch
 
-from counting import INJECTED, RECOVERED
+from counting import DONE, FAULTS, RIGHT, tally
 from lightning_indexer.indexer.buffer import SelectionKind, StaleSelectionError
 from lightning_indexer.speculator.mtp import MTPSpeculator
 from lightning_indexer.speculator.recorded import RecordedRunner
@@ -183,7 +183,7 @@ CASES = [
 @pytest.fixture(scope="module", autouse=True)
 def every_fault_is_recovered_from():
     yield
-    assert INJECTED == RECOVERED
+    assert all(DONE[key] == RIGHT[key] for key in DONE if key[0] == FAULTS)
 
 
 def _speculator(setting: Setting, steps: int) -> MTPSpeculator:
@@ -243,7 +243,7 @@ class _Fault:
                 return original(*args, **kwargs)
             if self.late:
                 original(*args, **kwargs)
-            INJECTED[self.where] += 1
+            tally(FAULTS, self.where, right=0)
             self.flag = self.speculator.model.skip_topk
             raise self.error("injected")
 
@@ -285,7 +285,7 @@ def test_fault_is_recovered_from(phase, place, setting, late, monkeypatch):
         assert (speculator.model.forwards == forwards) == (phase == "propose")
     _assert_captures(speculator, _undisturbed(setting, steps))
     assert speculator.model.buffer.indices.data_ptr() == address
-    RECOVERED[where] += 1
+    tally(FAULTS, where, done=0, right=1)
 
 
 def _assert_nothing_is_left(speculator: MTPSpeculator, *, emptied: bool) -> None:

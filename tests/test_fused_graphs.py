@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counting import counts_examples
+from counting import RERUNS, counts_examples, tallies
 from fake_cuda import GRAPH_RUNNERS, graph_runners
 from lightning_indexer.indexer.buffer import SelectionKind
 from lightning_indexer.speculator.draft_steps import GraphKey
@@ -93,6 +93,7 @@ drawn = st.builds(
     refresh_every=st.sampled_from([None, 1, 2, 3]),
 )
 @counts_examples("fused graphs")
+@tallies(RERUNS, "fused graphs")
 def test_fused_rounds_are_those_of_step_graphs_and_of_eager_steps(
     runner, rounds, append, refresh_every
 ):

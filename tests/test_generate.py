@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counting import counts_examples
+from counting import AGREEMENT, counts_examples, tallies
 from lightning_indexer.speculator.autoregressive import AutoRegressiveSpeculator
 from lightning_indexer.speculator.batch import StepBatch
 from lightning_indexer.speculator.generate import generate
@@ -80,6 +80,7 @@ def _setup(case: Case):
 
 @given(cases)
 @counts_examples("generate")
+@tallies(AGREEMENT, "generate")
 def test_tokens_equal_plain_decoding(case: Case):
     speculator, target, table = _setup(case)
     budget = len(case.prompt_lens) * (case.steps + 1) if case.tight_budget else 27

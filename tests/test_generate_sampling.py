@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chi_square import FALSE_ALARM, counts_of, p_value
-from counting import counts_examples
+from counting import BATCHES, RERUNS, counts_examples, tallies
 from lightning_indexer.speculator.generate import generate
 from lightning_indexer.speculator.mtp import MTPSpeculator
 from lightning_indexer.speculator.recorded import RecordedRunner
@@ -109,6 +109,7 @@ def _options(steps, prompts, tight, recorded):
 
 @given(**cases)
 @counts_examples("generate")
+@tallies(RERUNS, "generate")
 def test_texts_come_again_from_their_seeds(steps, prompts, new_tokens, tight, recorded, seed):
     sampling = SamplingParams.of(range(seed, seed + len(prompts)))
     options = _options(steps, prompts, tight, recorded)
@@ -128,6 +129,7 @@ def test_temperature_zero_is_greedy_text(steps, prompts, new_tokens, tight, reco
 
 @given(**cases)
 @counts_examples("generate")
+@tallies(BATCHES, "generate")
 def test_prompt_samples_alone_what_it_samples_among_others(
     steps, prompts, new_tokens, tight, recorded, seed
 ):

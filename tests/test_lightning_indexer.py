@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from counting import counts_examples
+from counting import AGREEMENT, counts_examples, tallies
 from lightning_indexer.indexer.block_table import BlockTable
 from lightning_indexer.indexer.buffer import TopkIndicesBuffer
 from lightning_indexer.indexer.config import IndexerConfig
@@ -169,6 +169,7 @@ cases = st.builds(
 @pytest.mark.once
 @given(cases)
 @counts_examples("LightningIndexer")
+@tallies(AGREEMENT, "LightningIndexer")
 def test_selection_equals_the_float64_chain(case: Case):
     config = replace(CONFIG, rope_style=case.rope_style, index_topk=3)
     indexer = _indexer(config, dtype=torch.float64, seed=case.seed)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from counting import counts_examples
+from counting import AGREEMENT, BATCHES, POISONED, counts_examples, tallies
 from lightning_indexer.kernels.e4m3 import as_bytes
 from lightning_indexer.kernels.mqa_logits import MQA_LOGITS_OP, mqa_logits
 from lightning_indexer.testing import reference
@@ -43,6 +43,7 @@ def check(inputs: dict) -> torch.Tensor:
 @share(2)
 @given(case=score_cases)
 @counts_examples("mqa_logits")
+@tallies(AGREEMENT, "mqa_logits")
 def test_scores_are_the_formula_within_fp32_rounding(case: ScoreCase) -> None:
     check(case.inputs())
 
@@ -50,6 +51,7 @@ def test_scores_are_the_formula_within_fp32_rounding(case: ScoreCase) -> None:
 @share(8)
 @given(case=score_cases)
 @counts_examples("mqa_logits")
+@tallies(BATCHES, "mqa_logits")
 def test_bits_depend_on_query_and_key_alone(case: ScoreCase) -> None:
     regime = MOVABLE_REGIME or case.regime
     inputs = dataclasses.replace(case, windows="full", regime=regime).inputs()
@@ -100,6 +102,7 @@ def test_nan_and_infinity_reach_the_scores_of_their_keys_alone(case: ScoreCase) 
 @share(8)
 @given(case=score_cases)
 @counts_examples("mqa_logits")
+@tallies(POISONED, "mqa_logits")
 def test_writes_every_element_of_a_strided_out_and_nothing_else(case: ScoreCase) -> None:
     inputs = case.inputs()
     out = (case.rows, case.length), FP32
@@ -133,14 +136,6 @@ def test_bits_do_not_depend_on_threads(heads: int, head_dim: int) -> None:
     finally:
         torch.set_num_threads(1)
     assert same_bits(one, two)
-
-
-def test_twenty_reruns_give_the_same_bits() -> None:
-    inputs = dataclasses.replace(PLAIN, heads=24, length=70).inputs()
-    first = mqa_logits(**inputs)
-    for _ in range(20):
-        out = torch.full_like(first, NAN)
-        assert same_bits(mqa_logits(**inputs, out=out), first)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP8])
@@ -198,60 +193,6 @@ def test_compiles_without_graph_breaks(dtypes: str) -> None:
         out = torch.empty(PLAIN.rows, length)
         compiled(**inputs, out=out)
         assert same_bits(out, mqa_logits(**inputs))
-
-
-BAD = {
-    "q": (
-        (torch.zeros(5, 4, 32, dtype=torch.float64), TypeError, "q must be .*got torch.float64"),
-        (torch.zeros(5, 32), ValueError, r"q must have shape .*got \[5, 32\]"),
-        (torch.zeros(5, 129, 32), ValueError, "q must have 1 to 128 heads, got 129"),
-        (torch.zeros(5, 4, 257), ValueError, "q must have a head dim of 1 to 256, got 257"),
-        ([1.0], TypeError, "q must be a tensor, got list"),
-        (torch.zeros(5, 4, 32, dtype=BF16), TypeError, "k must be bfloat16 or .*bfloat16, got"),
-    ),
-    "k": (
-        (torch.zeros(40, 31), ValueError, r"k must have shape \[any, 32\], got \[40, 31\]"),
-        (torch.zeros(40, 32, dtype=torch.int8), TypeError, "k must be float32 or .*got torch.int8"),
-        (torch.zeros(40, 32, device="meta"), ValueError, "k must be on cpu, got meta"),
-    ),
-    "weights": (
-        (torch.zeros(5, 3), ValueError, r"weights must have shape \[5, 4\], got \[5, 3\]"),
-        (torch.zeros(5, 4, dtype=BF16), TypeError, "weights must be float32, got torch.bfloat16"),
-    ),
-    "row_starts": (
-        (torch.zeros(5), TypeError, "row_starts must be int32 or int64, got torch.float32"),
-    ),
-    "row_ends": (
-        (torch.zeros(4, dtype=torch.int32), ValueError, r"row_ends must have shape \[5\]"),
-    ),
-    "k_scale": (
-        (torch.zeros(39), ValueError, r"k_scale must have shape \[40\], got \[39\]"),
-        (torch.zeros(40, dtype=FP16), TypeError, "k_scale must be float32, got torch.float16"),
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "name, value, error, message", [(name, *bad) for name, bads in BAD.items() for bad in bads]
-)
-def test_bad_argument_raises_before_out_is_touched(name, value, error, message) -> None:
-    out = torch.full((5, 40), 7.0)
-    with pytest.raises(error, match=message):
-        mqa_logits(**(PLAIN.inputs() | {name: value}), out=out)
-    assert (out == 7.0).all()
-
-
-@pytest.mark.parametrize(
-    "out, error, message",
-    [
-        (torch.empty(5, 41), ValueError, r"out must have shape \[5, 40\], got \[5, 41\]"),
-        (torch.empty(5, 40, dtype=BF16), TypeError, "out must be float32, got torch.bfloat16"),
-        (torch.empty(1, 40).expand(5, 40), ValueError, "out must not overlap itself"),
-    ],
-)
-def test_bad_out_raises(out: torch.Tensor, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        mqa_logits(**PLAIN.inputs(), out=out)
 
 
 @pytest.mark.parametrize(

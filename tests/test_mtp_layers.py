@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from counting import counts_examples
+from counting import AGREEMENT, counts_examples, tallies
 from lightning_indexer.indexer import sharing
 from lightning_indexer.indexer.buffer import SelectionKind, TopkIndicesBuffer
 from lightning_indexer.indexer.dsa_attention import DSACache
@@ -137,6 +137,7 @@ def _speculator(seed: int, layout: str, recorded: bool, append: int = 0, **optio
     steps=st.integers(0, STEPS),
 )
 @counts_examples("stacked drafts")
+@tallies(AGREEMENT, "stacked drafts")
 def test_every_layer_reuses_its_own_rows_of_the_right_request(
     layout, recorded, seed, lengths, steps
 ):

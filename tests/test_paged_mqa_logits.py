@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from counting import counts_examples
+from counting import AGREEMENT, BATCHES, POISONED, counts_examples, tallies
 from lightning_indexer.kernels.e4m3 import as_bytes
 from lightning_indexer.kernels.mqa_logits import mqa_logits
 from lightning_indexer.kernels.paged_mqa_logits import PAGED_MQA_LOGITS_OP, paged_mqa_logits
@@ -43,6 +43,7 @@ def ragged_form(inputs: dict) -> dict:
 @share(2)
 @given(case=paged_cases)
 @counts_examples("paged_mqa_logits")
+@tallies(AGREEMENT, "paged_mqa_logits")
 def test_scores_are_the_formula_within_fp32_rounding(case: PagedCase) -> None:
     check(case.inputs())
 
@@ -71,6 +72,7 @@ def test_bits_equal_ragged_scores_of_the_gathered_keys(case: PagedCase) -> None:
 @share(6)
 @given(case=paged_cases)
 @counts_examples("paged_mqa_logits")
+@tallies(BATCHES, "paged_mqa_logits")
 def test_all_three_forms_give_the_same_bits(case: PagedCase) -> None:
     drafts = dataclasses.replace(case, form="drafts").inputs()
     first = paged_mqa_logits(**drafts)
@@ -83,6 +85,7 @@ def test_all_three_forms_give_the_same_bits(case: PagedCase) -> None:
 @share(6)
 @given(case=paged_cases)
 @counts_examples("paged_mqa_logits")
+@tallies(POISONED, "paged_mqa_logits")
 def test_writes_every_element_of_a_strided_out_and_no_other_byte(case: PagedCase) -> None:
     inputs = case.inputs()
     out = (case.rows, case.width), FP32
@@ -119,13 +122,6 @@ def test_nan_key_gives_nan_and_unused_pages_nothing() -> None:
     inputs["cache"].view(inputs["cache"].shape[0], -1)[2, 32 * 2] = 0xFF  # position 18
     got = check(inputs)
     assert torch.isnan(got[1, 18]) and torch.isfinite(got[1, :18]).all()
-
-
-def test_twenty_reruns_give_the_same_bits() -> None:
-    inputs = dataclasses.replace(PLAIN, heads=24, width=70).inputs()
-    first = paged_mqa_logits(**inputs)
-    for _ in range(20):
-        assert same_bits(paged_mqa_logits(**inputs, out=torch.full_like(first, INF)), first)
 
 
 @pytest.mark.parametrize(
@@ -165,33 +161,6 @@ def test_compiles_without_graph_breaks(form: str) -> None:
 
 
 INT = torch.int32
-BAD = (
-    ("q", torch.zeros(6, 4, 32), ValueError, "q must have shape"),
-    ("q", torch.zeros(3, 2, 4, 32, dtype=torch.int8), TypeError, "q must be float8_e4m3fn or"),
-    ("cache", torch.zeros(9, 16, 32), TypeError, "cache must be float8_e4m3fn when q is .*float8"),
-    ("cache", torch.zeros(9, 64, 36, dtype=torch.uint8), ValueError, "cache must have shape"),
-    ("weights", torch.zeros(5, 4), ValueError, r"weights must have shape \[6, 4\], got \[5, 4\]"),
-    ("context_lens", torch.zeros(3, 3, dtype=INT), ValueError, r"\[B, next_n\] = \[3, 2\], got"),
-    ("context_lens", torch.zeros(3), TypeError, "context_lens must be int32 or int64"),
-    ("block_table", torch.zeros(2, 4, dtype=INT), ValueError, r"block_table must have shape \[3,"),
-    ("block_table", torch.zeros(3, 3, dtype=INT), ValueError, "max_context_len 50, got 3 pages"),
-    ("block_table", torch.zeros(3, 4).long(), TypeError, "block_table must be int32, got"),
-    ("max_context_len", -1, ValueError, "max_context_len must be at least 0, got -1"),
-    ("max_context_len", 2.0, TypeError, "max_context_len must be an int, got float"),
-    ("page_size", 0, ValueError, "page_size must be at least 1, got 0"),
-    ("row_to_request", torch.zeros(3, dtype=INT), ValueError, r"q must have shape \[T, 1, H, D\]"),
-    ("row_to_request", torch.zeros(6, dtype=INT), ValueError, r"row_to_request must have shape"),
-    ("row_to_request", torch.zeros(3), TypeError, "row_to_request must be int32 or int64"),
-    ("out", torch.zeros(6, 51), ValueError, r"out must have shape \[6, 50\], got \[6, 51\]"),
-)
-
-
-@pytest.mark.parametrize("name, value, error, message", BAD)
-def test_bad_argument_raises_before_out_is_touched(name, value, error, message) -> None:
-    arguments = {"out": torch.full((6, 50), 7.0)} | PLAIN.inputs() | {name: value}
-    with pytest.raises(error, match=message):
-        paged_mqa_logits(**arguments)
-    assert name == "out" or (arguments["out"] == 7.0).all()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counting import counts_examples
+from counting import AGREEMENT, counts_examples, tallies
 from lightning_indexer.indexer.block_table import BlockTable
 from lightning_indexer.speculator.autoregressive import AutoRegressiveSpeculator
 from lightning_indexer.speculator.batch import RequestRows, StepBatch, with_hidden
@@ -64,6 +64,7 @@ cases = st.builds(
 
 @given(cases)
 @counts_examples("propose")
+@tallies(AGREEMENT, "propose")
 def test_drafts_equal_the_oracle_of_each_request_alone(case: Case):
     rng = random.Random(case.seed)
     config = toy_config(case.steps, padded=case.padded, max_model_len=case.max_model_len)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counting import counts_examples
+from counting import BATCHES, counts_examples, tallies
 from lightning_indexer.speculator import draft_sampler
 from lightning_indexer.speculator.mtp import MTPSpeculator
 from lightning_indexer.speculator.recorded import RecordedRunner
@@ -68,6 +68,7 @@ cases = st.builds(
 
 @given(cases)
 @counts_examples("propose")
+@tallies(BATCHES, "propose")
 def test_request_in_a_batch_drafts_what_it_drafts_alone(case: Case):
     speculator, table = soft_speculator(case.steps, recorded=case.recorded, padded=case.padded)
     params = case.params()

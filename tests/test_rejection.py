@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counting import counts_examples
+from counting import AGREEMENT, BATCHES, counts_examples, tallies
 from lightning_indexer.speculator.recorded import RecordedRunner
 from lightning_indexer.speculator.rejection import rejection_sample
 from lightning_indexer.speculator.sampling import (
@@ -114,6 +114,7 @@ def oracle(
 
 @given(cases)
 @counts_examples("rejection_sample")
+@tallies(AGREEMENT, "rejection_sample")
 def test_equals_one_request_and_one_token_after_the_other(case: Case):
     arguments = case.arguments()
     accepted, next_tokens = rejection_sample(**arguments)
@@ -148,6 +149,7 @@ def test_temperature_zero_is_greedy_verification(case: Case):
 
 @given(cases)
 @counts_examples("rejection_sample")
+@tallies(BATCHES, "rejection_sample")
 def test_request_alone_equals_itself_in_any_batch(case: Case):
     arguments = case.arguments()
     accepted, next_tokens = rejection_sample(**arguments)

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import lightning_indexer as li
+from fault_cases import OPS
+from fault_tools import Arguments
 from lightning_indexer.kernels import backend
 from lightning_indexer.kernels.backend import Target
 from lightning_indexer.offline.case import CompileCase
@@ -24,7 +26,6 @@ from lightning_indexer.offline.compile import all_cases
 from lightning_indexer.testing import reference
 from lightning_indexer.testing.compare import assert_matches
 from scoring import BF16, FP8, FP16, FP32, score_bound
-from test_bad_inputs import OPS, Arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

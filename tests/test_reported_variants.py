@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_indexer as li
-from counting import counts_examples
+from counting import AGREEMENT, POISONED, counts_examples, tallies
 from lightning_indexer.testing import reference
 from score_rows import INF, NAN, in_small_pieces
 from scoring import share
@@ -142,6 +142,8 @@ rows = st.builds(
 @given(case=rows)
 @every_build
 @counts_examples("topk_indices")
+@tallies(AGREEMENT, "topk_indices")
+@tallies(POISONED, "topk_indices")
 def test_rows_like_those_of_the_reports_are_selected_from_exactly(build: Build, case: Row) -> None:
     x, before = case.logits(build), case.around[0]
     starts, ends = torch.tensor([before]), torch.tensor([before + case.length])

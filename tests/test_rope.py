@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counting import counts_examples
+from counting import AGREEMENT, counts_examples, tallies
 from lightning_indexer.indexer.rope import apply_rope, rope_tables
 
 pytestmark = pytest.mark.once
@@ -44,6 +44,7 @@ def _pair(style: str, i: int, rotary: int) -> tuple[int, int]:
 
 @given(cases)
 @counts_examples("rope")
+@tallies(AGREEMENT, "rope")
 def test_each_pair_is_rotated_by_its_angle(case: Case):
     generator = torch.Generator().manual_seed(case.seed)
     width = case.rotary + case.rest

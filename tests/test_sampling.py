@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chi_square import FALSE_ALARM, counts_of, p_value
-from counting import counts_examples
+from counting import AGREEMENT, BATCHES, counts_examples, tallies
 from lightning_indexer.speculator.recorded import RecordedRunner
 from lightning_indexer.speculator.sampling import (
     Purpose,
@@ -75,6 +75,7 @@ def softmax_oracle(logits: list[float], temperature: float) -> list[float]:
 
 @given(cases)
 @counts_examples("token_probabilities")
+@tallies(AGREEMENT, "token_probabilities")
 def test_probabilities_equal_softmax_of_the_top_p_set(case: Case):
     logits, params = case.logits(), case.params()
     probs = token_probabilities(logits, params)
@@ -103,6 +104,7 @@ def test_probabilities_equal_softmax_of_the_top_p_set(case: Case):
 
 @given(cases)
 @counts_examples("token_probabilities")
+@tallies(BATCHES, "token_probabilities")
 def test_row_has_the_same_bits_alone_and_in_any_batch(case: Case):
     logits, params = case.logits(), case.params()
     probs = token_probabilities(logits, params)
@@ -186,6 +188,7 @@ def draw_oracle(probs: list[float], uniform: float) -> int:
 
 @given(cases, st.sampled_from([2.0**-53, 0.5, 1 - 2.0**-53, None]))
 @counts_examples("draw_tokens")
+@tallies(AGREEMENT, "draw_tokens")
 def test_draws_equal_the_integer_oracle_and_have_a_chance(case: Case, number):
     probs = token_probabilities(case.logits(), case.params())
     generator = torch.Generator().manual_seed(case.seed)

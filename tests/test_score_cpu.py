@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counting import counts_examples
+from counting import BATCHES, counts_examples, tallies
 from lightning_indexer.kernels import score_cpu
 from lightning_indexer.kernels.mqa_logits import mqa_logits
 from lightning_indexer.kernels.select_topk import select_topk
@@ -37,6 +37,7 @@ def tile_by_tile(inputs: dict) -> torch.Tensor:
 @share(4)
 @given(case=score_cases, group=st.integers(1, 5))
 @counts_examples("mqa_logits")
+@tallies(BATCHES, "mqa_logits")
 def test_groups_give_the_bits_of_single_tiles(case: ScoreCase, group: int) -> None:
     inputs = case.inputs()
     alone = tile_by_tile(inputs)

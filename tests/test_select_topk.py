@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counting import counts_examples
+from counting import AGREEMENT, POISONED, counts_examples, tallies
 from lightning_indexer.kernels import select_topk as module
 from lightning_indexer.kernels.e4m3 import as_bytes
 from lightning_indexer.kernels.mqa_logits import mqa_logits
@@ -41,6 +41,7 @@ def expected_paged(inputs: dict, topk: int) -> torch.Tensor:
 @share(2)
 @given(case=few_rows, topk=st.integers(1, 40), rows=st.integers(1, 5))
 @counts_examples("select_topk")
+@tallies(AGREEMENT, "select_topk")
 def test_selects_from_the_scores_whatever_the_chunking(case: ScoreCase, topk: int, rows: int):
     inputs = case.inputs()
     workspace = 4 * case.length * rows + case.seed % 3
@@ -51,6 +52,7 @@ def test_selects_from_the_scores_whatever_the_chunking(case: ScoreCase, topk: in
 @share(2)
 @given(case=few_rows, topk=st.integers(1, 40))
 @counts_examples("select_topk")
+@tallies(POISONED, "select_topk")
 def test_default_workspace_writes_a_strided_out_and_nothing_else(case: ScoreCase, topk: int):
     inputs = case.inputs()
     out = (case.rows, topk), torch.int32
@@ -61,6 +63,7 @@ def test_default_workspace_writes_a_strided_out_and_nothing_else(case: ScoreCase
 @share(2)
 @given(case=few_requests, topk=st.integers(1, 40), rows=st.integers(1, 7))
 @counts_examples("paged_select_topk")
+@tallies(AGREEMENT, "paged_select_topk")
 def test_paged_selects_from_the_scores_whatever_the_chunking(
     case: PagedCase, topk: int, rows: int
 ) -> None:
@@ -73,6 +76,7 @@ def test_paged_selects_from_the_scores_whatever_the_chunking(
 @share(2)
 @given(case=few_requests, topk=st.integers(1, 40))
 @counts_examples("paged_select_topk")
+@tallies(POISONED, "paged_select_topk")
 def test_paged_default_workspace_writes_a_strided_out_and_nothing_else(
     case: PagedCase, topk: int
 ) -> None:
@@ -96,15 +100,6 @@ def test_tied_scores_prefer_smaller_positions_in_every_chunk() -> None:
     inputs["k_scale"][:] = 1.0
     got = select_topk(**inputs, topk=TOPK, workspace_bytes=2 * 4 * 40)
     assert (got == torch.arange(TOPK)).all()
-
-
-def test_twenty_reruns_select_the_same() -> None:
-    inputs = dataclasses.replace(PLAIN, rows=2).inputs()
-    paged = dataclasses.replace(PAGED, requests=1).inputs()
-    first, first_paged = select_topk(**inputs, topk=TOPK), paged_select_topk(**paged, topk=TOPK)
-    for _ in range(20):
-        assert torch.equal(select_topk(**inputs, topk=TOPK), first)
-        assert torch.equal(paged_select_topk(**paged, topk=TOPK), first_paged)
 
 
 @pytest.mark.parametrize("rows, length", [(0, 7), (3, 0), (0, 0)])
@@ -164,23 +159,6 @@ def test_compiles_without_graph_breaks() -> None:
         assert torch.equal(ragged(**inputs, topk=TOPK), select_topk(**inputs, topk=TOPK))
         inputs = dataclasses.replace(PAGED, width=length).inputs()
         assert torch.equal(paged(**inputs, topk=TOPK), paged_select_topk(**inputs, topk=TOPK))
-
-
-@pytest.mark.parametrize(
-    "name, value, error, message",
-    [
-        ("topk", 0, ValueError, "topk must be at least 1, got 0"),
-        ("topk", 2.5, TypeError, "topk must be an int, got float"),
-        ("k", torch.zeros(40, 31), ValueError, "k must have shape"),
-        ("out", torch.zeros(5, 6, dtype=torch.int32), ValueError, r"out must have shape \[5, 7\]"),
-        ("out", torch.zeros(5, 7), TypeError, "out must be int32, got torch.float32"),
-    ],
-)
-def test_bad_argument_raises_before_out_is_touched(name, value, error, message) -> None:
-    out = torch.full((5, TOPK), 9, dtype=torch.int32)
-    with pytest.raises(error, match=message):
-        select_topk(**{"topk": TOPK, "out": out} | PLAIN.inputs() | {name: value})
-    assert (out == 9).all()
 
 
 def test_check_mode_raises_before_the_first_chunk_is_written(

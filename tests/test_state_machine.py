@@ -43,6 +43,7 @@ from toy import (
 
 pytestmark = pytest.mark.once
 
+SCHEDULES = "speculator schedules", "random"
 CI = os.environ.get("HYPOTHESIS_PROFILE") == "ci"
 BUDGET = 20  # target rows of a round
 seeds = st.integers(0, 2**32 - 1)
@@ -173,7 +174,7 @@ class Schedule(RuleBasedStateMachine):
             lane.reload()
 
     def teardown(self):
-        EXAMPLES["speculator schedules"] += 1
+        EXAMPLES[SCHEDULES] += 1
         for lane in getattr(self, "lanes", []):
             seen["replays"] += lane.replays
             seen["fused replays"] += lane.fused_replays
@@ -264,10 +265,10 @@ class Schedule(RuleBasedStateMachine):
 
 def test_any_schedule_gives_the_texts_of_plain_decoding():
     most = 500 if CI else settings.default.max_examples
-    before = EXAMPLES["speculator schedules"]
+    before = EXAMPLES[SCHEDULES]
     run_state_machine_as_test(
         Schedule, settings=settings(max_examples=most, stateful_step_count=12)
     )
     if CI:  # derandomised
-        assert EXAMPLES["speculator schedules"] - before >= most
+        assert EXAMPLES[SCHEDULES] - before >= most
         assert min(seen.values()) >= 50, seen

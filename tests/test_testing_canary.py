@@ -12,7 +12,7 @@ from lightning_indexer.testing.canary import CanaryError, Guarded
 from lightning_indexer.testing.layouts import LAYOUTS, laid_out
 from lightning_indexer.testing.regimes import FP8
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("uncounted")]
 
 DTYPES = (torch.uint8, FP8, torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64)
 

@@ -34,7 +34,7 @@ from lightning_indexer.testing.strategies import sizes, topk_cases
 from lightning_indexer.tinylm.model import random_model
 from lightning_indexer.tinylm.runtime import build
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("uncounted")]
 
 NAN, INF = float("nan"), float("inf")
 OURS = TopkContract()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counting import counts_examples
+from counting import AGREEMENT, BATCHES, counts_examples, tallies
 from lightning_indexer.indexer.block_table import BlockTable
 from lightning_indexer.speculator.batch import RequestRows, StepBatch, target_batch
 from lightning_indexer.tinylm.checkpoint import load
@@ -118,6 +118,7 @@ class Run:
 @settings(max_examples=15)  # an example runs a whole model many times
 @given(CASES)
 @counts_examples("tinylm")
+@tallies(BATCHES, "tinylm")
 def test_rows_have_the_same_bits_whatever_else_is_in_the_batch(case: Case) -> None:
     expected = Run(case).all_at_once().rows
     for other in (Run(case).one_by_one(), Run(case).in_random_chunks(case.generator)):
@@ -156,6 +157,7 @@ LATENTS_FP32 = 4 * 300 * 2.0**-24
 @settings(max_examples=15)  # an example runs a whole model many times
 @given(CASES)
 @counts_examples("tinylm")
+@tallies(AGREEMENT, "tinylm")
 def test_paged_forward_equals_the_training_forward(case: Case) -> None:
     case = replace(case, dtype=torch.float64, lengths=case.lengths[:1])
     run = Run(case, index_k_dtype=torch.float32).all_at_once()
@@ -183,6 +185,7 @@ def test_paged_forward_equals_the_training_forward(case: Case) -> None:
 @settings(max_examples=15)  # an example runs a whole model many times
 @given(CASES)
 @counts_examples("tinylm")
+@tallies(BATCHES, "tinylm")
 def test_padding_rows_change_neither_caches_nor_live_rows(case: Case) -> None:
     run = Run(case).all_at_once()
     batch = run.batch([(r, len(ids) - 1, 1) for r, ids in enumerate(run.tokens)])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chi_square import FALSE_ALARM, counts_of, p_value
-from counting import counts_examples
+from counting import AGREEMENT, counts_examples, tallies
 from lightning_indexer.speculator.sampling import Purpose, uniform_at
 
 pytestmark = pytest.mark.once
@@ -38,6 +38,7 @@ def test_mix_of_the_oracle_is_that_of_splitmix64():
 
 @given(seeds=st.lists(int64, min_size=1, max_size=9), first=int64, purpose=st.sampled_from(Purpose))
 @counts_examples("uniform_at")
+@tallies(AGREEMENT, "uniform_at")
 def test_uniform_numbers_equal_the_integer_oracle(seeds, first, purpose):
     positions = [min(first, 2**63 - 5) + i for i in range(5)]
     got = uniform_at(torch.tensor(seeds).unsqueeze(1), torch.tensor(positions), purpose)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counting import counts_examples
+from counting import AGREEMENT, counts_examples, tallies
 from lightning_indexer.speculator.verify import verify_greedy
 
 pytestmark = pytest.mark.once
@@ -34,6 +34,7 @@ cases = st.builds(
 
 @given(cases)
 @counts_examples("verify_greedy")
+@tallies(AGREEMENT, "verify_greedy")
 def test_accepts_the_longest_right_prefix(case: Case):
     generator = torch.Generator().manual_seed(case.seed)
     size = (case.requests, case.drafts + 1)

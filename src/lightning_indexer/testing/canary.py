@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .layouts import BITS, POISON_BYTE, bits_of, poison, span
 
 GUARD = 512  # bytes on each side; keeps the alignment that torch gives its allocations
+#: Each is told of every look at guarded memory: bytes that must be as before, and those changed.
+observers: list[Callable[[int, int], None]] = []
 
 
 class CanaryError(AssertionError):
@@ -56,7 +60,7 @@ class Guarded:
     def check_unchanged(self, name: str) -> None:
         """Raises CanaryError if any byte differs from what `like` put there."""
         assert self._before is not None, "nothing has been put in"
-        self._compare(name, self._memory, self._before)
+        self._compare(name, self._memory, self._before, self._memory.numel())
 
     def check_around(self, name: str) -> None:
         """Raises CanaryError if a byte that is no element's has changed; elements may."""
@@ -65,10 +69,14 @@ class Guarded:
         bits = self._bits
         elements.set_(shown.untyped_storage(), bits.storage_offset(), bits.shape, bits.stride())
         poison(elements)
-        self._compare(name, shown, torch.full_like(shown, POISON_BYTE))
+        length = self._inside.stop - self._inside.start
+        around = self._memory.numel() - min(bits.numel() * bits.element_size(), length)
+        self._compare(name, shown, torch.full_like(shown, POISON_BYTE), around)
 
-    def _compare(self, name: str, now: torch.Tensor, then: torch.Tensor) -> None:
+    def _compare(self, name: str, now: torch.Tensor, then: torch.Tensor, checked: int) -> None:
         changed = (now != then).nonzero().flatten().tolist()
+        for observe in observers:
+            observe(checked, len(changed))
         if not changed:
             return
         first, inside = changed[0], self._inside
