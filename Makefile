@@ -91,7 +91,8 @@ sins: $(VENV)/.installed-dev ## commit every known sin in a copy of the tree: te
 	PYTHONPATH=tests $(BIN)/python -m sins $(SINS_ARGS)
 
 mutate: $(VENV)/.installed-dev ## run all mutants of the three folders: hours; goes on where it was cut off
-	PYTHONPATH=tests $(BIN)/python -m mutation --jobs $(WORKERS) $(MUTATE_ARGS)
+	PYTHONPATH=tests $(BIN)/python -m mutation --jobs $(WORKERS) \
+		--json tests/mutation/results.jsonl $(MUTATE_ARGS)
 
 verify: $(VENV)/.installed-dev ## every reliability figure, and whether each promise holds
 	PYTHONPATH=tests $(BIN)/python -m verify $(VERIFY_ARGS)

@@ -173,7 +173,7 @@ def test_rows_like_those_of_the_reports_select_the_same_beside_any_neighbour(
         assert (other[len(valid) :] == -1).all()
 
 
-@share(4)
+@share(8)
 @given(
     parts=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4),
     k=st.integers(1, 8),
@@ -205,7 +205,7 @@ def test_packed_requests_select_among_their_own_keys(
     assert torch.equal(got, torch.cat(alone))
 
 
-@share(4)
+@share(8)
 @given(
     length=st.integers(1, 40), split=st.integers(0, 40), pads=st.integers(0, 6), k=st.integers(1, 9)
 )
@@ -232,7 +232,7 @@ def test_a_position_selects_the_same_in_one_pass_in_chunks_and_step_by_step(
     assert torch.equal(last, whole[-1:])
 
 
-@share(4)
+@share(8)
 @given(
     counts=st.lists(st.integers(0, 4), min_size=1, max_size=6),
     lengths=st.lists(st.integers(0, 8), min_size=6, max_size=6),

@@ -1,5 +1,4 @@
-"""The reliability figures: those of the docs are a full run's, it broke no promise, and any that
-breaks one is noticed."""
+"""The reliability figures: a result that breaks a promise is noticed, and counts are added up."""
 
 import copy
 import json
@@ -12,18 +11,12 @@ import counting
 from counting import AGREEMENT, CANARIES, FIGURES, tallies, tally
 from verify import __main__ as command
 from verify.figures import branch_share, examples_of, figure_of, gather
-from verify.floors import MINUTES, misses
+from verify.floors import misses
 from verify.plan import BACKENDS, FULL, QUICK, ROOT
 from verify.stages import by_folder, outcomes, read_mutants, read_sins
-from verify.table import BEGIN, END, PAGE, insert, markdown, shown
+from verify.table import BEGIN, END, insert, markdown, shown
 
 pytestmark = pytest.mark.once
-
-RECORDED = ROOT / "bench" / "results" / "verify.json"
-
-
-def recorded() -> dict:
-    return json.loads(RECORDED.read_text())
 
 
 def good() -> dict:
@@ -46,18 +39,6 @@ def good() -> dict:
     }
 
 
-def test_the_recorded_run_is_a_full_one_and_breaks_no_promise() -> None:
-    result = recorded()
-    assert misses(result) == []
-    assert result["plan"] == FULL.name
-    assert not result["commit"].endswith("-dirty") and result["cores"] == 2
-    assert sum(result["seconds"].values()) <= 60 * MINUTES
-
-
-def test_the_tables_of_the_docs_are_those_of_the_recorded_run() -> None:
-    assert shown(PAGE.read_text()) == markdown(recorded())
-
-
 def test_a_good_result_breaks_no_promise() -> None:
     assert misses(good()) == []
 
@@ -77,6 +58,7 @@ BROKEN = {
     "19999 property examples": lambda r: r["examples"]["topk_indices"]["nan"].update(cpu=999),
     "149 mutants run": lambda r: r["mutation"].update(run=149),
     "134 of 150 mutants killed": lambda r: r["mutation"].update(killed=134),
+    "41 minutes": lambda r: r["seconds"].update(all=2_460.0),
     "94.5% of the branches": lambda r: r["coverage"][""].update(covered_branches=94),
 }
 

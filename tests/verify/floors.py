@@ -65,6 +65,9 @@ def _too_few(result: dict[str, Any]) -> Iterator[str]:
         yield f"{run} mutants run, fewer than {FULL.mutants}"
     if killed < MUTANTS_KILLED * run:
         yield f"{killed} of {run} mutants killed, under {MUTANTS_KILLED:.0%}"
+    minutes = sum(result["seconds"].values()) / 60
+    if minutes > MINUTES:
+        yield f"{minutes:.0f} minutes, more than {MINUTES}"
     share = branch_share(result["coverage"])
     if share < BRANCHES:
         yield f"{share:.1%} of the branches run, under {BRANCHES:.0%}"

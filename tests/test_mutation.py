@@ -1,0 +1,359 @@
+"""Mutation runs are sound: mutants are programs and what runs, explanations fit, runs resume."""
+
+import ast
+import json
+import random
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mutation.__main__ import _chosen, _judge
+from mutation.calls import environment_of, read_calls
+from mutation.explain import explain, read_explanations
+from mutation.mutants import DROPPED, FOLDERS, OPERATORS, Mutant, files, mutants_of
+from mutation.patch import changes
+from mutation.places import Places
+from mutation.report import LEAST, Result, report
+from mutation.runner import BRIEF, Verdict
+from mutation.session import open_session
+from sins.sin import ROOT
+
+pytestmark = pytest.mark.once
+
+
+@cache
+def texts() -> dict[str, str]:
+    return {file: (ROOT / file).read_text() for file in files(ROOT)}
+
+
+@cache
+def every() -> list[Mutant]:
+    return [m for file, text in texts().items() for m in mutants_of(file, text)]
+
+
+def test_every_module_of_the_three_folders_has_mutants() -> None:
+    mutated = {m.file for m in every() if not m.dropped}
+    without = {f for f in texts() if f not in mutated}
+    assert all(Path(f).name == "__init__.py" or "def " in texts()[f] for f in without)
+    assert {f.split("/")[0] for f in mutated} == set(FOLDERS)
+    assert {m.operator for m in every()} <= set(OPERATORS)
+    assert {m.dropped for m in every()} == {"", *DROPPED}
+
+
+def test_mutants_are_other_programs_and_those_left_out_as_none_are_none() -> None:
+    drawn = random.Random(0).sample([m for m in every() if not m.dropped], 60)
+    for mutant in drawn:
+        text = texts()[mutant.file]
+        assert ast.dump(ast.parse(mutant.source(text))) != ast.dump(ast.parse(text)), mutant.place
+    for mutant in [m for m in every() if m.dropped == "no program"][:10]:
+        with pytest.raises(SyntaxError):
+            ast.parse(mutant.source(texts()[mutant.file]))
+
+
+def test_annotations_are_left_out_and_defaults_are_not() -> None:
+    text = "def f(a: int | None = 1 + 2) -> int | 7:\n    b: int | str = a\n    return b | 3\n"
+    found = {(m.operator, m.start): m.dropped for m in mutants_of("kernels/x.py", text)}
+    assert found["ReplaceBinaryOperator_Add_Sub", (1, text.index("+"))] == ""
+    assert found["NumberReplacer", (1, text.index("7"))] == "annotation"
+    dropped = [why for (name, _), why in found.items() if "BitOr" in name]
+    assert dropped == ["annotation", "annotation", ""]
+
+
+def test_tests_of_the_map_exist_but_for_a_few_that_were_renamed_since() -> None:
+    tests = {test.partition("[")[0] for _, test, _ in read_calls(ROOT).tests}
+    gone = []
+    for file in sorted({test.partition("::")[0] for test in tests}):
+        path = ROOT / file
+        tree = ast.parse(path.read_text() if path.is_file() else "")
+        known = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        names = {t.split("::")[1] for t in tests if t.startswith(f"{file}::")}
+        gone += [f"{file}::{n}" for n in names if n not in known and not n.startswith("Test")]
+    assert len(gone) <= len(tests) / 10, gone
+
+
+def test_a_place_is_the_statement_by_its_function() -> None:
+    text = "A = 1\n@d\ndef f(x=1):\n    y = (\n        x + 1\n    )\n    for z in y:\n"
+    text += "        if z:\n            return\n    def g():\n        return 2\nclass C:\n"
+    text += "    def h(self): return 3\n"
+    places = Places(text)
+    assert [places.of_line(line) for line in range(1, 14)] == [
+        *("", "", "", "f+2", "f+2", "f+2", "f+5", "f+6", "f+7", "", "g+1", "", "h+0"),
+    ]
+    assert places.of_mutant((5, 10)) == "f+2"
+    assert places.of_mutant((2, 0)) == places.of_mutant((3, 8)) == "f"
+    assert places.of_mutant((13, 18)) == "h+0"
+    assert places.of_mutant((1, 4)) == places.of_mutant((12, 0)) == ""
+
+
+def test_every_mutant_has_tests() -> None:
+    calls = read_calls(ROOT)
+    without = {m.file for m in every() if not m.dropped and not calls.of(m)}
+    assert without == set()
+
+
+def test_every_explanation_fits_a_mutant_of_today() -> None:
+    for explanation in read_explanations():
+        assert explain(every(), [explanation], texts()), explanation
+
+
+BAD = ["", 'line = "x"\nreason = "speed"', 'line = "x"\nreason = "luck"\nwhy = "y"', "why = 1"]
+
+
+@pytest.mark.parametrize("fields", BAD)
+def test_an_explanation_of_another_form_is_refused(fields: str, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(f'[[mutant]]\nfile = "kernels/x.py"\n{fields}\n')
+    with pytest.raises(ValueError, match=r"a\.toml"):
+        read_explanations(tmp_path)
+
+
+def test_an_explanation_is_of_the_place_it_names(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(
+        '[[mutant]]\nfile = "kernels/*"\nat = "y = 2"\nreason = "speed"\nwhy = "w"\n'
+        '[[mutant]]\nfile = "kernels/x.py"\nline = "a = 1 + 1"\nnth = 1\n'
+        'reason = "speed"\nwhy = "w"\n'
+    )
+    text = "x = 1; y = 2\na = 1 + 1\na = 2 + 1\n"
+    mutants = mutants_of("kernels/x.py", text)
+    found = explain(mutants, read_explanations(tmp_path), {"kernels/x.py": text})
+    assert {m.start for m in found} == {(1, 11), (2, 8)}
+
+
+OLD = """
+A = 1
+def f(x, y=A):
+    def g():
+        return x + 1
+    return g
+class C:
+    b = 2
+    def f(self):
+        return 1
+"""
+
+
+@pytest.mark.parametrize(
+    "old, new, path",
+    [
+        ("x + 1", "x + 2", ("f",)),
+        ("return g", "return not g", ("f",)),
+        ("return 1", "return 2", ("C", "f")),
+        ("A = 1", "A = 2", None),
+        ("y=A", "y=-A", None),
+        ("b = 2", "b = 3", None),
+        ("def f(self)", "@property\n    def f(self)", None),
+    ],
+)
+def test_code_of_functions_is_exchanged_and_nothing_else(
+    old: str, new: str, path: tuple[str, ...] | None
+) -> None:
+    found = changes(OLD, OLD.replace(old, new), "x.py")
+    assert (found and [c.path for c in found]) == (path and [path])
+
+
+MODULE = """from lightning_indexer.kernels.backend import tl, triton
+
+BASE = 1
+FINE = True
+
+@triton.jit
+def _double(x):
+    return x * 2
+
+@triton.jit
+def _kernel(x_ptr, TWICE: tl.constexpr):
+    tl.store(x_ptr, _double(tl.load(x_ptr)))
+
+def number():
+    return BASE + 1
+"""
+TESTS = """import torch
+from hypothesis import given, strategies as st
+from lightning_indexer.kernels.small import BASE, _kernel, number
+
+SEEN = []
+_kernel[(1,)](torch.tensor([3]), True)  # a warm worker has run it before
+
+def test_number():
+    assert number() == 2
+
+@given(st.integers())
+def test_examples(x):
+    SEEN.append(x)
+
+def test_there_were_four():
+    assert len(SEEN) == 4
+
+def test_kernel():
+    x = torch.tensor([3])
+    _kernel[(1,)](x, True)
+    assert x.item() == 6
+"""
+
+
+@pytest.fixture(scope="module")
+def small_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package of one module beside kernels/backend.py."""
+    tree = tmp_path_factory.mktemp("small")
+    package, tests = tree / "src" / "lightning_indexer", tree / "tests"
+    (package / "kernels").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "kernels" / "backend.py").write_text((ROOT / "kernels/backend.py").read_text())
+    (package / "kernels" / "small.py").write_text(MODULE)
+    (tests / "mutation").mkdir(parents=True)
+    (tests / "mutation" / "__init__.py").touch()
+    for name in ("worker.py", "patch.py"):
+        (tests / "mutation" / name).write_text((ROOT / "tests/mutation" / name).read_text())
+    (tests / "conftest.py").touch()
+    (tests / "test_small.py").write_text(TESTS)
+    (tree / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    return tree
+
+
+class Worker:
+    """A worker in a tree."""
+
+    def __init__(self, tree: Path, kind: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mutation.worker", kind],
+            cwd=tree,
+            env=environment_of(tree, "interpreter"),
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._answer() == {"ready": True}
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout
+        return json.loads(self.process.stdout.readline())
+
+    def verdict(
+        self, old: str = "", new: str = "", test: str = "", examples: int = 4, memory: int = 2**40
+    ) -> str:
+        """What becomes of the tests when `new` stands for `old` in the module."""
+        request = {
+            "file": "kernels/small.py" if old else "",
+            "old": MODULE,
+            "source": MODULE.replace(old, new),
+            "tests": [f"tests/test_small.py{test}"],
+            "whole": False,
+            "examples": examples,
+            "memory": memory,
+            "cpu_limit": 2,
+        }
+        assert self.process.stdin
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        return self._answer()["verdict"]
+
+
+@pytest.fixture(scope="module", params=["warm", "fresh"])
+def worker(request: pytest.FixtureRequest, small_tree: Path) -> Iterator[Worker]:
+    worker = Worker(small_tree, request.param)
+    worker.kind = request.param
+    yield worker
+    worker.process.kill()
+    worker.process.wait()
+
+
+def test_the_mutant_is_what_runs(worker: Any, small_tree: Path) -> None:
+    fresh = worker.kind == "fresh"
+    assert worker.verdict() == "passed"
+    assert worker.verdict("BASE + 1", "BASE - 1") == "failed"
+    assert worker.verdict("x * 2", "x * 3") == "failed"  # Triton's interpreter sees it too
+    assert worker.verdict("BASE = 1", "BASE = 2") == ("failed" if fresh else "unpatched")
+    assert worker.verdict("FINE = True", "FINE = Tru") == ("import" if fresh else "unpatched")
+    assert worker.verdict("x * 2", "2 * x") == "passed"
+    assert worker.verdict() == "passed"  # nothing of a mutant is left
+    assert (small_tree / "src/lightning_indexer/kernels/small.py").read_text() == MODULE
+
+
+def test_a_run_that_crashes_or_hangs_or_has_no_test_is_told_apart(worker: Worker) -> None:
+    assert worker.verdict("BASE + 1", "__import__('os').abort()") == "crashed"
+    assert worker.verdict("BASE + 1", "[0 for _ in iter(int, 1)]") == "hung"
+    assert worker.verdict(memory=2**20) == "crashed"  # stopped: it holds more
+    assert worker.verdict(test="::test_that_is_not_there") == "nothing ran"
+    assert worker.verdict(examples=5, test="::test_examples") == "passed"
+    assert worker.verdict(examples=5) == "failed"  # by the test that wants four
+
+
+ONE = Mutant("kernels/x.py", "NumberReplacer", 3, 1, (1, 0), (1, 1), "")
+
+
+def test_a_session_resumes_and_forgets_what_has_changed(tmp_path: Path) -> None:
+    key, other = ONE.key("a = 1"), ONE.key("a = 2")
+    verdict = Verdict("failed", "tests/test_x.py::test_x", "why", "cpu", 4, 0.5)
+    for _ in range(2):
+        with open_session(tmp_path / "new" / "session.sqlite") as session:
+            session.add({key: ONE})
+            assert session.get(other) is None
+            session.set(key, verdict)
+    with open_session(tmp_path / "new" / "session.sqlite") as session:
+        assert session.get(key) == verdict
+
+
+class Judge:
+    """Takes the place of a runner: every second mutant survives what it meets."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, bool, bool]] = []
+
+    def judge(self, mutant: Mutant, quick: bool, long: bool) -> Verdict:
+        self.asked.append((mutant.occurrence, quick, long))
+        why = "" if long else BRIEF
+        return Verdict("survived", why=why) if mutant.occurrence % 2 else Verdict("failed")
+
+
+def test_a_later_run_judges_what_is_open_alone(tmp_path: Path) -> None:
+    text = "a = [0, 0, 0, 0]\n"
+    mutants = [m for m in mutants_of("kernels/x.py", text) if m.operator == "NumberReplacer"]
+    keys = {mutant: mutant.key(text) for mutant in mutants}
+
+    def run(patience: float, retry: bool = False) -> list[tuple[int, bool, bool]]:
+        judge = Judge()
+        args = Namespace(patience=patience, retry_survivors=retry, jobs=1)
+        with open_session(tmp_path / "session.sqlite") as session:
+            session.add({key: mutant for mutant, key in keys.items()})
+            _judge(judge, session, keys, {mutants[3]}, args)
+        return judge.asked
+
+    assert [occurrence for occurrence, _, _ in run(0)] == [0, 1, 2, 3]
+    assert run(0) == []
+    assert run(1) == [(1, False, True)]  # 3 is explained
+    assert run(1) == []
+    assert run(1, retry=True) == [(1, False, True)]
+
+
+def test_a_sample_follows_from_its_seed() -> None:
+    def draw(seed: int) -> list[Mutant]:
+        return _chosen(every(), Namespace(only=[], sample=150, seed=seed))
+
+    assert draw(1) == draw(1)
+    assert len(set(draw(1))) == 150
+    assert set(draw(1)) != set(draw(2))
+    assert not any(m.dropped for m in draw(1))
+
+
+def test_exit_code_is_0_only_if_enough_are_killed_and_the_rest_explained(tmp_path: Path) -> None:
+    text = f"a = [{', '.join(['0'] * 20)}]\n"
+    mutants = [m for m in mutants_of("kernels/x.py", text) if m.operator == "NumberReplacer"]
+
+    def code(survivors: int, explained: int, guilty: bool = False) -> int:
+        hows = ["survived"] * survivors + ["failed"] * (20 - survivors)
+        verdicts = {m: Verdict(how) for m, how in zip(mutants, hows, strict=True)}
+        reasons = dict.fromkeys(mutants[:explained], read_explanations()[0])
+        result = Result(mutants, verdicts, reasons, {"kernels/x.py": text})
+        result.write(tmp_path / "result.jsonl")
+        head, row = map(json.loads, (tmp_path / "result.jsonl").read_text().splitlines())
+        assert row["NumberReplacer"] == "S" * survivors + "f" * (20 - survivors)
+        assert head["survived"] == survivors
+        assert head["unexplained"] == max(survivors - explained, 0)
+        return report(result, {("cpu", "tests/x")} if guilty else set(), set(), True)
+
+    assert LEAST == 0.9
+    assert [code(0, 0), code(2, 2), code(2, 1), code(3, 3), code(0, 0, True)] == [0, 0, 1, 1, 1]
