@@ -13,9 +13,9 @@ from .e4m3 import E4M3_VALUES
 from .products_cpu import score_tiles, tile_shape, tiles_score_as_one
 
 NEG_INF = float("-inf")
-#: Query tiles scored at once. Fewer would wait more often for other threads; of more, the dot
-#: products (8 MB at H=64) would leave the cache.
-GROUP = 64
+#: Query tiles scored at once. Fewer would wait more often for other threads; the dot products of
+#: more (4 MB at H=64) are read back more slowly.
+GROUP = 32
 
 #: `load(first, count, keys)` writes keys [count, D] and returns their scales and which are missing.
 LoadKeys = Callable[[int, int, torch.Tensor], tuple[torch.Tensor | None, torch.Tensor | None]]

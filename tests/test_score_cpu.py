@@ -16,7 +16,7 @@ from scoring import ScoreCase, same_bits, score_cases, share
 
 pytestmark = pytest.mark.once
 
-#: 70 rows of one tile each: a whole group of 64, and a second that is mostly empty.
+#: 70 rows of one tile each: two whole groups of 32, and a third that is mostly empty.
 LARGE = ScoreCase(70, 600, 64, 128, "fp32", True, "normal", "causal", "contiguous", seed=7)
 
 
