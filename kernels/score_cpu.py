@@ -52,6 +52,7 @@ class CpuScorer:
         self.as_one = tiles > 1 and tiles_score_as_one(
             heads, head_dim, tiles, torch.get_num_threads()
         )
+        self.largest_query = float("nan")  # of the group; only products of many tiles ask for it
 
     @torch.no_grad()  # out= takes no tensor that requires a gradient
     def run(
@@ -78,7 +79,8 @@ class CpuScorer:
         self.weights[:count, 0] = weights
         self.queries[count:].zero_()
         self.weights[count:].zero_()
-        self.largest_query = _largest(self.queries)
+        if self.as_one:
+            self.largest_query = _largest(self.queries)
 
     def _run_group(
         self, starts: Sequence[int], ends: Sequence[int], load: LoadKeys, out: torch.Tensor
