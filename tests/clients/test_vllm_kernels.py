@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from triton.runtime import interpreter
 from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
 from vllm.v1.attention.ops import rocm_aiter_mla_sparse as peer
 
 import lightning_indexer as li
+from peers.interpreter import bool_masks
 from scoring import share
 
 NEG_INF = float("-inf")
@@ -147,22 +147,7 @@ def test_logits_agree_with_vllms_pytorch_on_the_same_cache_bytes(case: LogitsCas
 
 @pytest.fixture
 def peer_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """vLLM's launcher of its Triton kernel, where neither a GPU nor its workspace exists.
-
-    In the interpreter a mask that meets a Python bool becomes an integer, which loads refuse.
-    """
-
-    def with_bool_mask(method: Any, place: int) -> Any:
-        def call(self: Any, *args: Any) -> Any:
-            mask = args[place]
-            fixed = interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
-            return method(self, *args[:place], fixed, *args[place + 1 :])
-
-        return call
-
-    builder = interpreter.InterpreterBuilder
-    for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
-        monkeypatch.setattr(builder, name, with_bool_mask(getattr(builder, name), place))
+    """vLLM's launcher of its Triton kernel, where neither a GPU nor its workspace exists."""
 
     def fresh(*specs: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
         return [torch.full(shape, NEG_INF, dtype=dtype) for shape, dtype in specs]
@@ -170,7 +155,8 @@ def peer_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     workspace = SimpleNamespace(get_simultaneous=fresh)
     monkeypatch.setattr(peer, "current_workspace_manager", lambda: workspace)
     monkeypatch.setattr(peer, "_decode_cu_count", lambda: 2)
-    yield peer.rocm_fp8_paged_mqa_logits_triton
+    with bool_masks():
+        yield peer.rocm_fp8_paged_mqa_logits_triton
 
 
 CASES = [

@@ -20,8 +20,30 @@ _BITS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16), 4: (torch.int32
 
 
 @contextmanager
+def bool_masks() -> Iterator[None]:
+    """Until it ends, masks that a Python bool has made integers are masks again."""
+    from triton.runtime import interpreter
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+
+    def masked(original: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def run(self: Any, *args: Any) -> Any:
+            mask = handle(args[place].data.astype(bool), args[place].dtype)
+            return original(self, *args[:place], mask, *args[place + 1 :])
+
+        return run
+
+    with mock.patch.multiple(
+        builder,
+        create_masked_load=masked(builder.create_masked_load, 1),
+        create_masked_store=masked(builder.create_masked_store, 2),
+    ):
+        yield
+
+
+@contextmanager
 def repaired_interpreter() -> Iterator[None]:
-    """Until it ends, casts and products of bf16 and fp8 are torch's."""
+    """Until it ends, casts and products of bf16 and fp8 are torch's, masks bools."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -55,13 +77,6 @@ def repaired_interpreter() -> Iterator[None]:
         wide = (cast(x, tl.float32) if x.dtype.scalar in narrow else x for x in (a, b))
         return create_dot(self, *wide, *rest)
 
-    def masked(original: Callable[..., Any], place: int) -> Callable[..., Any]:
-        def run(self: Any, *args: Any) -> Any:
-            mask = handle(args[place].data.astype(bool), args[place].dtype)
-            return original(self, *args[:place], mask, *args[place + 1 :])
-
-        return run
-
     create_dot = builder.create_dot
     with (
         np.errstate(all="ignore"),
@@ -70,9 +85,8 @@ def repaired_interpreter() -> Iterator[None]:
             cast_impl=casting(builder.cast_impl),
             create_fp_to_fp=casting(builder.create_fp_to_fp),
             create_dot=dot,
-            create_masked_load=masked(builder.create_masked_load, 1),
-            create_masked_store=masked(builder.create_masked_store, 2),
         ),
+        bool_masks(),
     ):
         yield
 
