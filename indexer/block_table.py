@@ -7,6 +7,9 @@ import torch
 from ..kernels.checks import check_int
 from ..kernels.slots import indices_to_slots
 
+#: Larger ones are past every table, whose positions are int32; a cast alone would make them small.
+MAX_POSITION = 2**31 - 1
+
 
 class BlockTable:
     """[R, pages] int32: the page ids of every request, −1 where none is allocated.
@@ -95,6 +98,6 @@ def positions_to_slots(
     page_size: int,
 ) -> torch.Tensor:
     """Slots [T] int64 of one position a row; −1 outside the table or for request −1."""
-    column = positions.to(torch.int32).unsqueeze(1)
+    column = positions.clamp(-1, MAX_POSITION).to(torch.int32).unsqueeze(1)
     slots = indices_to_slots(column, block_table, row_to_request, page_size)
     return slots.squeeze(1).to(torch.int64)

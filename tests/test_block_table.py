@@ -120,6 +120,14 @@ def test_no_position_has_no_slot():
     assert empty.shape == (0,) and empty.dtype == torch.int64
 
 
+def test_position_past_32_bits_has_no_slot_rather_than_another_ones():
+    table = BlockTable(1, 8, num_pages=2, page_size=4)
+    table.allocate(0, 8)
+    far = torch.tensor([2**32, 2**32 + 1, 2**63 - 1, -(2**32) + 1, -(2**63), 2**31 - 1, 7])
+    slots = table.slots(far, torch.zeros(7, dtype=torch.int32))
+    assert slots.tolist() == [-1] * 6 + [7]
+
+
 def test_padding_request_has_no_slot():
     table = BlockTable(1, 8, num_pages=2, page_size=4)
     table.allocate(0, 8)
