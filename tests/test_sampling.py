@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 
@@ -151,6 +152,13 @@ def test_top_p_takes_equals_by_smaller_id():
 def test_all_of_a_wide_flat_row_is_kept_at_top_p_one():
     probs = token_probabilities(torch.zeros(1, 20_001), SamplingParams.of([0]))
     assert (probs == 1 / 20_001).all()
+
+
+def test_bits_are_those_recorded_so_that_old_seeds_replay():
+    logits = (torch.arange(2**16, dtype=torch.float64) / -93_000).unsqueeze(0)
+    probs = token_probabilities(logits, SamplingParams.of([0], temperature=1.0))
+    digest = hashlib.sha256(probs.numpy().astype("<f8").tobytes()).hexdigest()
+    assert digest == "7fd8495980b8f78e3fa7ac680f3d7ff3e7977e8269f135e2f0447860762b1edb"
 
 
 def test_small_temperature_is_nearly_greedy():
