@@ -30,7 +30,8 @@ _COMMON = {
 }
 settings.register_profile("dev", max_examples=25, **_COMMON)
 settings.register_profile("few", max_examples=5, derandomize=True, **_COMMON)
-settings.register_profile("ci", max_examples=200, derandomize=True, **_COMMON)
+settings.register_profile("ci", max_examples=120, derandomize=True, **_COMMON)
+settings.register_profile("verify", max_examples=250, derandomize=True, **_COMMON)
 settings.register_profile("soak", max_examples=20_000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 

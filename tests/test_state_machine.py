@@ -44,7 +44,7 @@ from toy import (
 pytestmark = pytest.mark.once
 
 SCHEDULES = "speculator schedules", "random"
-CI = os.environ.get("HYPOTHESIS_PROFILE") == "ci"
+CI = os.environ.get("HYPOTHESIS_PROFILE") in ("ci", "verify")
 BUDGET = 20  # target rows of a round
 seeds = st.integers(0, 2**32 - 1)
 faults = st.builds(

@@ -46,7 +46,7 @@ def _files(names: str) -> tuple[str, ...]:
 
 FULL = Plan(
     "full",
-    "ci",
+    "verify",
     tests={"cpu": (), "interpreter": ()},
     covered={
         "cpu": ("tests", *(f"--ignore={file}" for file in _files(_UNTRACED))),
