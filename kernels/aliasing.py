@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 from math import gcd
 
 import torch
@@ -81,18 +82,24 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
 
 def _in_other_columns(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors lie in columns of their own of lines of one length, in bytes."""
-    (a_line, a_width), (b_line, b_width) = _line(a), _line(b)
-    line = gcd(a_line, b_line)
-    offset = (b.data_ptr() - a.data_ptr()) % line if line else 0
-    return a_width <= offset and offset + b_width <= line
+    for (a_line, a_width), (b_line, b_width) in product(_lines(a), _lines(b)):
+        line = gcd(a_line, b_line)
+        offset = (b.data_ptr() - a.data_ptr()) % line if line else 0
+        if a_width <= offset and offset + b_width <= line:
+            return True
+    return False
 
 
-def _line(x: torch.Tensor) -> tuple[int, int]:
-    """The greatest stride, and what the other axes span, in bytes."""
+def _lines(x: torch.Tensor) -> list[tuple[int, int]]:
+    """`x` as lines of its greatest stride, and as a part of one line of any length (0).
+
+    Each is the length of a line and what is used of it, in bytes.
+    """
     axes = sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1)
-    stride = axes.pop()[0] if axes else 0
-    width = sum(s * (n - 1) for s, n in axes) + 1
-    return stride * x.element_size(), width * x.element_size()
+    spans = [s * (n - 1) for s, n in axes]
+    stride = axes[-1][0] if axes else 0
+    size = x.element_size()
+    return [(stride * size, (sum(spans[:-1]) + 1) * size), (0, (sum(spans) + 1) * size)]
 
 
 def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:

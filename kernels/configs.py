@@ -7,7 +7,7 @@ them, is in docs/kernels.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -35,6 +35,18 @@ class ScoreConfig:
     max_registers: int | None = None
 
 
+@dataclass(frozen=True)
+class _Tile:
+    """What operands on tensor cores decide, at H=64 and D=128."""
+
+    keys: int
+    rows: int
+    dot_heads: int
+    sums: int
+    warps: int
+    max_registers: int | None = None
+
+
 @cache
 def score_config(
     target: Target, dtype: torch.dtype, key_dtype: torch.dtype, heads: int, head_dim: int
@@ -52,43 +64,45 @@ def score_config(
     fnuz = dtype == torch.uint8 and target.arch == "gfx942"
     as_it_is = dtype == torch.uint8 and target.has_fp8_dot
     tile = _tensor_core_tile(target, one_byte=fnuz or as_it_is)
-    keys, warps = tile.block_keys, tile.num_warps
+    keys, warps = tile.keys, tile.warps
     if key_dtype == torch.uint8 and not (fnuz or as_it_is):
         keys = min(keys, 32 * warps)  # decoding keys takes registers of its own
     keys = keys * 64 // max(64, block_h) * 128 // max(128, wide)
     if target.arch in (90, 100):
         keys = max(keys, 16 * warps)  # what wgmma and tcgen05 take
-    return replace(
-        tile,
+    return ScoreConfig(
         block_keys=keys,
+        block_rows=tile.rows,
         block_h=block_h,
         dot_heads=min(tile.dot_heads, block_h),
         sums=min(tile.sums, block_h // 2),
         chunk_d=wide,
+        num_warps=warps,
+        max_registers=tile.max_registers,
     )
 
 
-def _tensor_core_tile(target: Target, one_byte: bool) -> ScoreConfig:
-    """The tile at H=64, D=128, for operands of one byte or two.
+def _tensor_core_tile(target: Target, one_byte: bool) -> _Tile:
+    """The tile for operands of one byte or two.
 
     256 keys and 16 rows read 40 bytes of fp8 a score; 16 rows are all drafts of a request.
     """
     if target.backend == "hip":
         if one_byte:  # encoding 256 keys costs as much as scoring 5 rows
-            return ScoreConfig(256, 32, 64, 64, 8, 128, 4)
+            return _Tile(256, 32, 64, 8, 4)
         # 32 KiB of the 64 that a compute unit has: two programs
-        return ScoreConfig(128, 16, 64, 64, 8, 128, 4)
+        return _Tile(128, 16, 64, 8, 4)
     if target.arch == 90:
         # 8 sums: those that one thread's columns of wgmma belong to. Two-byte queries take
         # addresses that 4 warps have no registers for.
-        return ScoreConfig(256, 16, 64, 64, 8, 128, 4 if one_byte else 8)
+        return _Tile(256, 16, 64, 8, 4 if one_byte else 8)
     if target.arch == 100:
         # 2 sums: a thread has all heads of a key, and packs two additions
-        return ScoreConfig(256, 16, 64, 64, 2, 128, 4 if one_byte else 8)
+        return _Tile(256, 16, 64, 2, 4 if one_byte else 8)
     # mma.sync: 32 heads at a time, so that all warps lie along the keys and no sum crosses them
     if one_byte:
-        return ScoreConfig(256, 16, 64, 32, 8, 128, 8, max_registers=255)
-    return ScoreConfig(128, 16, 64, 32, 16, 128, 4)  # three programs of 168 registers
+        return _Tile(256, 16, 32, 8, 8, max_registers=255)
+    return _Tile(128, 16, 32, 16, 4)  # three programs of 168 registers
 
 
 def _power_of_2(n: int) -> int:

@@ -172,7 +172,9 @@ def test_columns_of_their_own_are_apart_and_a_common_one_is_not(
         for x in (lines[:, others, 2:], lines[:, others, 2:3]):  # in line 2 at least
             assert is_refused(check_apart, "out", out, [("x", x)])
             assert is_refused(check_apart, "out", x, [("x", out)])
-    check_apart("out", lines[:, :, :3], [("x", lines[0, 2:3, 5:6])])  # one element
+    for part in (lines[0, 2:3, 5:6], lines[:, 2:3, 3:8], lines[0, 2, 3:5]):  # of one line
+        check_apart("out", lines[:, :, :3], [("x", part)])
+        check_apart("out", part, [("x", lines[:, :, :3])])
 
 
 def test_all_that_is_given_is_compared() -> None:
