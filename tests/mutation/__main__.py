@@ -18,7 +18,7 @@ from pathlib import Path
 from sins.judge import copied_tree
 from sins.sin import ROOT
 
-from .calls import make_map, read_calls
+from .calls import make_map, read_calls, write_killers
 from .explain import explain, read_explanations
 from .mutants import Mutant, files, mutants_of
 from .report import Result, report
@@ -50,6 +50,9 @@ def main() -> int:
                 _judge(runner, session, keys, explained, args)
                 verdicts = {m: v for m, key in keys.items() if (v := session.get(key))}
                 guilty = runner.innocent(verdicts.values()) if args.innocents else set()
+                if mutants == [m for m in every if not m.dropped]:
+                    kills = [(m, v.backend, v.by, v.seconds) for m, v in verdicts.items()]
+                    write_killers(runner.calls, [k for k in kills if "/" in k[2]])
             finally:
                 runner.close()
     result = Result(every, verdicts, explained, texts)

@@ -2,7 +2,8 @@
 
 `calls.json` is written by `python -m mutation --map`: every test runs once under a trace. A place
 is a statement, named by its function and the lines from there, so that changes elsewhere in a file
-leave it valid; where a function has changed, the tests that call it are taken.
+leave it valid; where a function has changed, the tests that call it are taken. `killers.json` says
+which tests have killed mutants of a statement: a full run writes it, and they come first.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from .places import Places
 
 BACKENDS = ("cpu", "interpreter")
 FILE = Path(__file__).with_name("calls.json")
+KILLERS = Path(__file__).with_name("killers.json")
+#: Tests listed for a statement that killed its mutants, those that killed most first.
+MOST_KILLERS = 12
 #: Not mapped: they start processes, which see no mutant, run for long, or test other folders.
 LEFT_OUT = (
     "cli cli_build_kernels cli_check_sharing compile_report compiled_draft compiled_figures count"
@@ -39,10 +43,14 @@ ENOUGH, MOST = 25.0, 25
 
 @dataclass(frozen=True)
 class Calls:
-    """`tests[i]` is (backend, node id, seconds); `by_place["file::name+3"]` lists indices."""
+    """`tests[i]` is (backend, node id, seconds); `by_place["file::name+3"]` lists indices.
+
+    So does `by_killed`, of those that are known to kill.
+    """
 
     tests: list[Test]
     by_place: dict[str, list[int]]
+    by_killed: dict[str, list[int]]
     root: Path
 
     def of(self, mutant: Mutant) -> list[int]:
@@ -50,16 +58,34 @@ class Calls:
         found = self._callers(mutant)
         if not found:  # runs when the module is imported, or so rarely that no test was seen to
             found = self._of_files({mutant.file}) or self._of_files(self._importers(mutant.file))
-        return found
+        return list(dict.fromkeys([*self.killers(mutant), *found]))
+
+    def killers(self, mutant: Mutant) -> list[int]:
+        """The tests that have killed mutants of its statement."""
+        return self.by_killed.get(self.place(mutant), [])
+
+    def place(self, mutant: Mutant) -> str:
+        """Of its statement; "file::" where it runs when the module is imported."""
+        return f"{mutant.file}::{self._places[mutant.file].of_mutant(mutant.start)}"
+
+    def seconds(self, backend: str, test: str) -> float | None:
+        """What a test took, or all tests of its function; None if it is not in the map."""
+        return next(
+            (
+                self._seconds[backend, name]
+                for name in (test, test.partition("[")[0])
+                if (backend, name) in self._seconds
+            ),
+            None,
+        )
 
     def has_callers(self, mutant: Mutant) -> bool:
         """Whether tests were seen to call its function, which may run at import alone."""
         return bool(self._callers(mutant))
 
     def _callers(self, mutant: Mutant) -> list[int]:
-        place = self._places[mutant.file].of_mutant(mutant.start)
-        key = f"{mutant.file}::{place}"
-        if key in self.by_place or not place:
+        key = self.place(mutant)
+        if key in self.by_place or key.endswith("::"):
             return self.by_place.get(key, [])
         return self._by_function.get(key.partition("+")[0], [])
 
@@ -79,6 +105,10 @@ class Calls:
         return {function: list(ids) for function, ids in found.items()}
 
     @cached_property
+    def _seconds(self) -> dict[tuple[str, str], float]:
+        return {(backend, test): seconds for backend, test, seconds in self.tests}
+
+    @cached_property
     def _places(self) -> dict[str, Places]:
         return {name: Places((self.root / name).read_text()) for name in files(self.root)}
 
@@ -87,7 +117,32 @@ def read_calls(root: Path) -> Calls:
     data = json.loads(FILE.read_text())
     groups = data["groups"]
     by_place = {key: groups[group] for key, group in data["places"].items()}
-    return Calls([tuple(test) for test in data["tests"]], by_place, root)
+    tests: list[Test] = [tuple(test) for test in data["tests"]]
+    number = {test[:2]: i for i, test in enumerate(tests)}
+    by_killed: dict[str, list[int]] = defaultdict(list)
+    for key, killers in json.loads(KILLERS.read_text()).items():
+        for backend, test, seconds in killers:
+            if (backend, test) not in number:
+                number[backend, test] = len(tests)
+                tests.append((backend, test, seconds))
+            by_killed[key].append(number[backend, test])
+    return Calls(tests, by_place, dict(by_killed), root)
+
+
+def write_killers(calls: Calls, kills: Iterable[tuple[Mutant, str, str, float]]) -> None:
+    """Writes which tests killed: (mutant, backend, test, seconds that it took at most)."""
+    counts: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
+    took: dict[tuple[str, str], float] = {}
+    for mutant, backend, test, seconds in kills:
+        counts[calls.place(mutant)][backend, test] += 1
+        known = calls.seconds(backend, test)
+        took[backend, test] = round(seconds if known is None else known, 2)
+    rows = []
+    for key, tests in sorted(counts.items()):
+        best = sorted(tests, key=lambda test: (-tests[test], took[test], test))[:MOST_KILLERS]
+        killers = [[*test, took[test]] for test in best]
+        rows.append(f"{json.dumps(key)}: {json.dumps(killers, ensure_ascii=False)}")
+    KILLERS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 
 #: Backend, node id, seconds.

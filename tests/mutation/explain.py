@@ -95,17 +95,20 @@ def explain(
     mutants: Iterable[Mutant], explanations: Iterable[Explanation], texts: Mapping[str, str]
 ) -> dict[Mutant, Explanation]:
     """The first explanation of each mutant that has one; `mutants` are all of their files."""
+    return {mutant: e[0] for mutant, e in explanations_of(mutants, explanations, texts) if e}
+
+
+def explanations_of(
+    mutants: Iterable[Mutant], explanations: Iterable[Explanation], texts: Mapping[str, str]
+) -> Iterator[tuple[Mutant, list[Explanation]]]:
+    """All that fit each mutant, in their order."""
     lines = {file: text.splitlines() for file, text in texts.items()}
     places = {file: Places(text) for file, text in texts.items()}
     explanations = list(explanations)
     counts: dict[tuple[str, int, str], int] = {}
-    found = {}
     for mutant in mutants:
         place = (mutant.file, mutant.line, mutant.operator)
         nth = counts[place] = counts.get(place, -1) + 1
         line = lines[mutant.file][mutant.line - 1]
         function = places[mutant.file].of_mutant(mutant.start).partition("+")[0]
-        fitting = (e for e in explanations if e.fits(mutant, function, line, nth))
-        if explanation := next(fitting, None):
-            found[mutant] = explanation
-    return found
+        yield mutant, [e for e in explanations if e.fits(mutant, function, line, nth)]

@@ -168,7 +168,8 @@ class Runner:
         """Seconds a kill, as far as one can tell: little for what has killed its neighbours."""
         _, test, seconds = self.calls.tests[i]
         own = test.startswith(f"tests/test_{Path(mutant.file).stem}")
-        return (seconds + 0.02) / (1 + 4 * own + 3 * self._kills[mutant.file, i])
+        killer = i in self.calls.killers(mutant)
+        return (seconds + 0.02) / (1 + 4 * own + 3 * self._kills[mutant.file, i] + 50 * killer)
 
     def _remember(self, mutant: Mutant, backend: str, by: str) -> None:
         for i in self.calls.of(mutant):
