@@ -7,9 +7,6 @@ import torch
 from ..kernels.checks import check_int
 from ..kernels.slots import indices_to_slots
 
-#: Larger ones are past every table, whose positions are int32; a cast alone would make them small.
-MAX_POSITION = 2**31 - 1
-
 
 class BlockTable:
     """[R, pages] int32: the page ids of every request, −1 where none is allocated.
@@ -98,6 +95,8 @@ def positions_to_slots(
     page_size: int,
 ) -> torch.Tensor:
     """Slots [T] int64 of one position a row; −1 outside the table or for request −1."""
-    column = positions.clamp(-1, MAX_POSITION).to(torch.int32).unsqueeze(1)
+    # a cast alone would make a position past 32 bits a small one
+    far = torch.iinfo(torch.int32).max
+    column = positions.clamp(-1, far).to(torch.int32).unsqueeze(1)
     slots = indices_to_slots(column, block_table, row_to_request, page_size)
     return slots.squeeze(1).to(torch.int64)
