@@ -16,7 +16,7 @@ import pytest
 from mutation import calls as mutation_calls
 from mutation.__main__ import _chosen, _judge
 from mutation.calls import environment_of, read_calls, write_killers
-from mutation.explain import explain, explanations_of, read_explanations
+from mutation.explain import FOLDER, explain, explanations_of, read_explanations
 from mutation.mutants import DROPPED, FOLDERS, OPERATORS, Mutant, files, mutants_of
 from mutation.patch import changes
 from mutation.places import Places
@@ -119,6 +119,18 @@ def test_every_explanation_fits_a_mutant_of_today() -> None:
         e for _, found in explanations_of(every(), read_explanations(), texts()) for e in found
     }
     assert [e for e in read_explanations() if e not in fitting] == []
+
+
+def test_docs_tell_the_recorded_result_and_it_keeps_the_promise() -> None:
+    head = json.loads((FOLDER.parent / "results.jsonl").read_text().splitlines()[0])
+    killed, survived = sum(head["killed"].values()), head["survived"]
+    assert killed + survived == head["mutants"] and killed >= 0.9 * head["mutants"]
+    assert head["unexplained"] == 0 and sum(head["survivors_by_reason"].values()) == survived
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    told = (
+        f"Of all {head['mutants']:,} mutants {killed:,} are killed ({killed / head['mutants']:.1%})"
+    )
+    assert told in page and f"The other {survived} are explained" in page
 
 
 BAD = ["", 'line = "x"\nreason = "speed"', 'line = "x"\nreason = "luck"\nwhy = "y"', "why = 1"]
