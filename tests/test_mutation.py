@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 
 from mutation import calls as mutation_calls
+from mutation import record
 from mutation.__main__ import _chosen, _judge
 from mutation.calls import environment_of, read_calls, write_killers
 from mutation.explain import FOLDER, explain, explanations_of, read_explanations
 from mutation.mutants import DROPPED, FOLDERS, OPERATORS, Mutant, files, mutants_of
 from mutation.patch import changes
 from mutation.places import Places
+from mutation.record import recorded
 from mutation.report import LEAST, Result, report
 from mutation.runner import BRIEF, Verdict
 from mutation.session import open_session
@@ -326,6 +328,50 @@ def test_a_session_resumes_and_forgets_what_has_changed(tmp_path: Path) -> None:
             session.set(key, verdict)
     with open_session(tmp_path / "new" / "session.sqlite") as session:
         assert session.get(key) == verdict
+
+
+def test_a_fresh_clone_goes_on_from_the_recorded_result_where_modules_are_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, path = "a = [0, 0, 0]\nb = 1 + 1\n", tmp_path / "results.jsonl"
+    same, changed, gone = "kernels/x.py", "kernels/y.py", "kernels/z.py"
+    texts = dict.fromkeys((same, changed, gone), text)
+    mutants = [m for file in texts for m in mutants_of(file, text)]
+    hows = [*record.LETTERS] * 3
+    verdicts = {m: Verdict(how) for m, how in zip(mutants[1:], hows, strict=False)}
+    Result(mutants, verdicts, {}, texts).write(path)
+    head, *rows = map(json.loads, path.read_text().splitlines())
+    assert {row["commit"] for row in rows} == {head["commit"]}
+
+    at = {(head["commit"], file): text for file in texts}
+    monkeypatch.setattr(record, "_text_at", lambda *key: at.get(key))
+    today = {same: text, changed: f"{text}#"}
+    found = dict(recorded([m for m in mutants if m.file in today], today, path))
+    of_same = {m: v.how for m, v in verdicts.items() if m.file == same}
+    assert {m: v.how for m, v in found.items()} == of_same
+    assert len(of_same) == 5 and {v.commit for v in found.values()} == {head["commit"]}
+
+    earlier = {m: Verdict(v.how, commit="0" * 40) for m, v in found.items()}
+    Result(mutants, {**verdicts, **earlier}, {}, texts).write(path)
+    _, *rows = map(json.loads, path.read_text().splitlines())
+    assert [row["commit"] for row in rows] == ["0" * 40, head["commit"], head["commit"]]
+    at.clear()  # a clone without that commit
+    assert dict(recorded(mutants, texts, path)) == {}
+
+
+def test_killers_of_files_that_are_not_judged_again_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = read_calls(ROOT)
+    judged = next(m for m in every() if m.file == "kernels/topk.py" and not m.dropped)
+    new = ("cpu", "tests/test_x.py::test_y", 0.5)
+    before = json.loads(mutation_calls.KILLERS.read_text())
+    (tmp_path / "killers.json").write_text(json.dumps(before))
+    monkeypatch.setattr(mutation_calls, "KILLERS", tmp_path / "killers.json")
+    write_killers(calls, [(judged, *new)], kept={"kernels/slots.py"})
+    after = json.loads((tmp_path / "killers.json").read_text())
+    own = {k: v for k, v in before.items() if k.startswith("kernels/slots.py::")}
+    assert own and after == own | {calls.place(judged): [[*new[:2], new[2]]]}
 
 
 class Judge:

@@ -21,6 +21,7 @@ from sins.sin import ROOT
 from .calls import make_map, read_calls, write_killers
 from .explain import explain, read_explanations
 from .mutants import Mutant, files, mutants_of
+from .record import recorded
 from .report import Result, report
 from .runner import Runner, Verdict, run_all
 from .session import Session, open_session
@@ -45,6 +46,10 @@ def main() -> int:
         with open_session(session_file) as session:
             keys = {mutant: mutant.key(texts[mutant.file]) for mutant in mutants}
             session.add({key: mutant for mutant, key in keys.items()})
+            if not (args.anew or args.sample):
+                for mutant, verdict in recorded(mutants, texts):
+                    if session.get(keys[mutant]) is None:
+                        session.set(keys[mutant], verdict)
             runner = Runner(tree, read_calls(tree), args.patience)
             try:
                 _judge(runner, session, keys, explained, args)
@@ -52,7 +57,8 @@ def main() -> int:
                 guilty = runner.innocent(verdicts.values()) if args.innocents else set()
                 if mutants == [m for m in every if not m.dropped]:
                     kills = [(m, v.backend, v.by, v.seconds) for m, v in verdicts.items()]
-                    write_killers(runner.calls, [k for k in kills if "/" in k[2]])
+                    kept = {m.file for m, v in verdicts.items() if v.commit}
+                    write_killers(runner.calls, [k for k in kills if "/" in k[2]], kept)
             finally:
                 runner.close()
     result = Result(every, verdicts, explained, texts)
@@ -123,6 +129,7 @@ def _arguments() -> argparse.Namespace:
         default=1.0,
         help="how many times more tests survivors get; 0: only the quick ones that all get",
     )
+    parser.add_argument("--anew", action="store_true", help="take no verdict from results.jsonl")
     parser.add_argument("--retry-survivors", action="store_true", help="run them again")
     parser.add_argument("--list-survivors", action="store_true", help="print each with its change")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts there")

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -129,19 +129,30 @@ def read_calls(root: Path) -> Calls:
     return Calls(tests, by_place, dict(by_killed), root)
 
 
-def write_killers(calls: Calls, kills: Iterable[tuple[Mutant, str, str, float]]) -> None:
-    """Writes which tests killed: (mutant, backend, test, seconds that it took at most)."""
+def write_killers(
+    calls: Calls,
+    kills: Iterable[tuple[Mutant, str, str, float]],
+    kept: Collection[str] = (),
+) -> None:
+    """Writes which tests killed: (mutant, backend, test, seconds that it took at most).
+
+    Of the files in `kept`, what is known already stays.
+    """
     counts: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
     took: dict[tuple[str, str], float] = {}
     for mutant, backend, test, seconds in kills:
         counts[calls.place(mutant)][backend, test] += 1
-        known = calls.seconds(backend, test)
-        took[backend, test] = round(seconds if known is None else known, 2)
-    rows = []
-    for key, tests in sorted(counts.items()):
+        usual = calls.seconds(backend, test)
+        took[backend, test] = round(seconds if usual is None else usual, 2)
+    known = json.loads(KILLERS.read_text()) if kept else {}
+    killers = {key: tests for key, tests in known.items() if key.partition("::")[0] in kept}
+    for key, tests in counts.items():
         best = sorted(tests, key=lambda test: (-tests[test], took[test], test))[:MOST_KILLERS]
-        killers = [[*test, took[test]] for test in best]
-        rows.append(f"{json.dumps(key)}: {json.dumps(killers, ensure_ascii=False)}")
+        killers[key] = [[*test, took[test]] for test in best]
+    rows = [
+        f"{json.dumps(key)}: {json.dumps(tests, ensure_ascii=False)}"
+        for key, tests in sorted(killers.items())
+    ]
     KILLERS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 

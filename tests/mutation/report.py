@@ -18,11 +18,10 @@ from sins.sin import ROOT
 
 from .explain import REASONS, Explanation
 from .mutants import DROPPED, FOLDERS, Mutant, count_dropped
+from .record import LETTERS, NOT_RUN
 from .runner import KILLED, Verdict
 
 LEAST = 0.9
-#: A verdict in the results file, by operator and occurrence.
-LETTERS = {"failed": "f", "import": "i", "crashed": "c", "hung": "h", "survived": "S"}
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,19 @@ class Result:
         return "\n".join(line for line in lines if line[:1] in "+-")
 
     def write(self, path: Path) -> None:
-        """One line a module: a letter a mutant, in the order of its operator's occurrences."""
-        folders = " ".join(FOLDERS)
+        """One line a module: a letter a mutant, in the order of its operator's occurrences.
+
+        With the commit of its verdicts, which is an earlier one where they were taken from there.
+        """
+        dirty = "+" if _git(f"status --porcelain {' '.join(FOLDERS)}") else ""
+        commit = _git("rev-parse HEAD") + dirty
+        judged_at = {m.file: v.commit for m, v in self.verdicts.items() if v.commit}
+        rows = [
+            {"file": file, "commit": judged_at.get(file, commit), **self._letters(file)}
+            for file in self.texts
+        ]
         head = {
-            "commit": _git("rev-parse HEAD")
-            + ("+" if _git(f"status --porcelain {folders}") else ""),
+            "commit": commit,
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
             "mutants": len(self.verdicts),
             "score": round(self.score, 4),
@@ -77,17 +84,16 @@ class Result:
             "survivors_by_reason": self.reasons,
             "unexplained": len(self.unexplained),
             "not_run": count_dropped(list(self.mutants)),
-            "letters": {letter: how for how, letter in LETTERS.items()} | {"-": "not run"},
+            "letters": {letter: how for how, letter in LETTERS.items()} | {NOT_RUN: "not run"},
         }
-        rows = [json.dumps({"file": file, **self._letters(file)}) for file in self.texts]
-        path.write_text(json.dumps(head) + "\n" + "".join(f"{row}\n" for row in rows))
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in [head, *rows]))
 
     def _letters(self, file: str) -> dict[str, str]:
         letters: dict[str, str] = {}
         for mutant in self.mutants:
             if mutant.file == file:
                 verdict = self.verdicts.get(mutant)
-                letter = LETTERS[verdict.how] if verdict else "-"
+                letter = LETTERS[verdict.how] if verdict else NOT_RUN
                 letters[mutant.operator] = letters.get(mutant.operator, "") + letter
         return letters
 

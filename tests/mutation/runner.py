@@ -42,6 +42,7 @@ class Verdict:
     backend: str = ""
     examples: int = 0
     seconds: float = 0.0
+    commit: str = ""  # at which it was judged, if not in this clone
 
     @property
     def killed(self) -> bool:
