@@ -33,8 +33,8 @@ class Plan:
 #: Tracing doubles the time of a pass, so it has runs of its own. These tests call other processes,
 #: or other code than is measured.
 _UNTRACED = (
-    "compile_report compiled_figures device_check mutation offline_compile on_gpu packaging peers"
-    " readme sins soak tinylm_training verify_figures"
+    "compile_report compiled_figures device_check mutation mutation_worker offline_compile on_gpu"
+    " packaging peers readme sins soak tinylm_training verify_figures"
 )
 #: Every launcher, by both paths of every op; what the PyTorch paths do not have.
 _LAUNCHING = "compact_row_ids fault_table implementations score_tiles sparse_mla_launch topk_plans"
