@@ -51,7 +51,7 @@ def score_tiles(
 ) -> None:
     """scores[t,0,s] ← Σ_h weights[t,0,h]·relu(queries[t,h]·keys[s]), all fp32 and contiguous.
 
-    `no_nan`: no queries·keys can be NaN, which saves a pass over them.
+    `keys` may be packed. `no_nan`: no queries·keys can be NaN, which saves a pass over them.
     """
     rows, heads, head_dim = queries.shape
     with ieee_products():
@@ -59,9 +59,16 @@ def score_tiles(
         torch.bmm(weights, dots.view(rows, heads, -1), out=scores)
 
 
+def pack_keys(keys: torch.Tensor, heads: int, rows: int) -> torch.Tensor:
+    """Keys for products with so many query rows, laid out once as each would have to anew."""
+    if keys.shape[0] == MANY_KEYS and has_inner_product():
+        return torch.ops.mkldnn._reorder_linear_weight(keys, rows * heads)
+    return keys
+
+
 @cache
 def tiles_score_as_one(heads: int, head_dim: int, tiles: int, threads: int) -> bool:
-    """Whether `score_tiles` gives `tiles` tiles the bits at once that it gives each alone.
+    """Whether `tiles` tiles at once, of packed keys, have the bits that each has alone.
 
     A trial, once per argument: BLAS libraries choose their kernels by shape, machine and threads.
     """
@@ -78,8 +85,9 @@ def tiles_score_as_one(heads: int, head_dim: int, tiles: int, threads: int) -> b
     for i in range(0, tiles * rows, rows):
         tile = slice(i, i + rows)
         score_tiles(queries[tile], weights[tile], keys, alone[tile])
+    packed = pack_keys(keys, heads, tiles * rows)
     for no_nan in (False, True):
-        score_tiles(queries, weights, keys, at_once, no_nan=no_nan)
+        score_tiles(queries, weights, packed, at_once, no_nan=no_nan)
         if not torch.equal(at_once.view(torch.int32), alone.view(torch.int32)):
             return False
     return True
@@ -103,4 +111,5 @@ def has_inner_product() -> bool:
         torch.backends.cpu.get_cpu_capability().startswith("AVX")
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     )

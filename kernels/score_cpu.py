@@ -6,16 +6,19 @@ A score depends on its own query and key alone, not on T, L, the chunking or oth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 
 from .e4m3 import E4M3_VALUES
-from .products_cpu import score_tiles, tile_shape, tiles_score_as_one
+from .products_cpu import pack_keys, score_tiles, tile_shape, tiles_score_as_one
 
 NEG_INF = float("-inf")
 #: Query tiles scored at once. Fewer would wait more often for other threads; the dot products of
 #: more (4 MB at H=64) are read back more slowly.
 GROUP = 32
+#: Key tiles loaded at once where more than one group meets them: 4 MB at D=128, and as much packed.
+LOADED_TILES = 16
 
 #: `load(first, count, keys)` writes keys [count, D] and returns their scales and which are missing.
 LoadKeys = Callable[[int, int, torch.Tensor], tuple[torch.Tensor | None, torch.Tensor | None]]
@@ -27,6 +30,27 @@ def widen_into(out: torch.Tensor, values: torch.Tensor) -> None:
         torch.index_select(E4M3_VALUES, 0, values.flatten().int(), out=out.view(-1))
     else:
         out.copy_(values)
+
+
+class KeyTile:
+    """Keys [first, last) of a sequence, in fp32 and padded with zeros, for every group of a run."""
+
+    def __init__(self, first: int, last: int, keys: torch.Tensor, load: LoadKeys) -> None:
+        self.first, self.last, self.keys = first, last, keys
+        keys[last - first :].zero_()
+        self.scale, self.missing = load(first, last - first, keys[: last - first])
+        self._packed: torch.Tensor | None = None
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest magnitude; NaN if there is any."""
+        return _largest(self.keys)
+
+    def packed(self, heads: int, rows: int) -> torch.Tensor:
+        """The keys for products with so many query rows, always as many."""
+        if self._packed is None:
+            self._packed = pack_keys(self.keys, heads, rows)
+        return self._packed
 
 
 class CpuScorer:
@@ -44,7 +68,7 @@ class CpuScorer:
         self.queries = empty(self.group_rows, heads, head_dim)
         self.weights = empty(self.group_rows, 1, heads)
         self.scores = empty(self.group_rows, 1, width)
-        self.keys = empty(width, head_dim)
+        self.keys = empty(LOADED_TILES if most_rows > self.group_rows else 1, width, head_dim)
         self.tiles = [
             (self.queries[i : i + rows], self.weights[i : i + rows], self.scores[i : i + rows])
             for i in range(0, self.group_rows, rows)
@@ -68,10 +92,35 @@ class CpuScorer:
 
         Windows lie within [0, L), or are empty. Some of what lies outside is set to −inf.
         """
-        for row in range(0, q.shape[0], self.group_rows):
-            rows = slice(row, row + self.group_rows)
-            self._set_queries(q[rows], weights[rows])
-            self._run_group(starts[rows], ends[rows], load, out[rows])
+        spans = _tile_spans(starts, ends, self.tile_rows)
+        live = [span for span in spans if span[0] < span[1]]
+        begin = min((start for start, _ in live), default=0)
+        stop = max((end for _, end in live), default=0)
+        held = None
+        for block in range(begin, stop, len(self.keys) * self.tile_keys):
+            tiles = self._load(block, stop, spans, load)
+            for row in range(0, q.shape[0], self.group_rows):
+                rows = slice(row, row + self.group_rows)
+                own = spans[row // self.tile_rows :][: len(self.tiles)]
+                for tile in tiles:
+                    touched = _touched(own, tile.first, tile.last)
+                    if touched and row != held:
+                        self._set_queries(q[rows], weights[rows])
+                        held = row
+                    if touched:
+                        self._score(tile, touched)
+                        self._write(tile, starts[rows], ends[rows], out[rows])
+
+    def _load(
+        self, block: int, stop: int, spans: Sequence[tuple[int, int]], load: LoadKeys
+    ) -> list[KeyTile]:
+        """The tiles from `block` on that some window touches, as many as there is room for."""
+        tiles = []
+        for first, keys in zip(range(block, stop, self.tile_keys), self.keys, strict=False):
+            last = min(first + self.tile_keys, stop)
+            if _touched(spans, first, last):
+                tiles.append(KeyTile(first, last, keys, load))
+        return tiles
 
     def _set_queries(self, q: torch.Tensor, weights: torch.Tensor) -> None:
         count = q.shape[0]
@@ -82,40 +131,36 @@ class CpuScorer:
         if self.as_one:
             self.largest_query = _largest(self.queries)
 
-    def _run_group(
-        self, starts: Sequence[int], ends: Sequence[int], load: LoadKeys, out: torch.Tensor
-    ) -> None:
-        spans = _tile_spans(starts, ends, self.tile_rows)
-        live = [span for span in spans if span[0] < span[1]]
-        stop = max((end for _, end in live), default=0)
-        for first in range(min((start for start, _ in live), default=0), stop, self.tile_keys):
-            last = min(first + self.tile_keys, stop)
-            touched = [i for i, (start, end) in enumerate(spans) if start < last and end > first]
-            if not touched:
-                continue
-            self.keys[last - first :].zero_()
-            scale, missing = load(first, last - first, self.keys[: last - first])
-            self._score(touched)
-            scores = self.scores[: len(starts), 0, : last - first]
-            if scale is not None:
-                scores.mul_(scale)
-            unseen = _unseen(starts, ends, first, last)
-            if unseen is not None:
-                scores.masked_fill_(unseen, NEG_INF)
-            if missing is not None:
-                scores.masked_fill_(missing, NEG_INF)
-            out[:, first:last] = scores
-
-    def _score(self, touched: Sequence[int]) -> None:
-        """Scores the touched tiles of the group, at least."""
+    def _score(self, tile: KeyTile, touched: Sequence[int]) -> None:
+        """Scores the touched query tiles of the group, at least."""
         if self.as_one and 2 * len(touched) > len(self.tiles):
-            bound = self.largest_query * _largest(self.keys) * self.keys.shape[1]
+            rows, heads, head_dim = self.queries.shape
+            bound = self.largest_query * tile.largest * head_dim
             no_nan = bound < torch.finfo(torch.float32).max
-            score_tiles(self.queries, self.weights, self.keys, self.scores, no_nan=no_nan)
+            keys = tile.packed(heads, rows)
+            score_tiles(self.queries, self.weights, keys, self.scores, no_nan=no_nan)
             return
         for i in touched:
             queries, weights, scores = self.tiles[i]
-            score_tiles(queries, weights, self.keys, scores)
+            score_tiles(queries, weights, tile.keys, scores)
+
+    def _write(
+        self, tile: KeyTile, starts: Sequence[int], ends: Sequence[int], out: torch.Tensor
+    ) -> None:
+        scores = self.scores[: len(starts), 0, : tile.last - tile.first]
+        if tile.scale is not None:
+            scores.mul_(tile.scale)
+        unseen = _unseen(starts, ends, tile.first, tile.last)
+        if unseen is not None:
+            scores.masked_fill_(unseen, NEG_INF)
+        if tile.missing is not None:
+            scores.masked_fill_(tile.missing, NEG_INF)
+        out[:, tile.first : tile.last] = scores
+
+
+def _touched(spans: Sequence[tuple[int, int]], first: int, last: int) -> list[int]:
+    """The spans that hold a position of [first, last)."""
+    return [i for i, (start, end) in enumerate(spans) if start < last and end > first]
 
 
 def _largest(values: torch.Tensor) -> float:

@@ -35,15 +35,16 @@ def tile_by_tile(inputs: dict) -> torch.Tensor:
 
 
 @share(4)
-@given(case=score_cases, group=st.integers(1, 5))
+@given(case=score_cases, group=st.integers(1, 5), loaded=st.integers(1, 3))
 @counts_examples("mqa_logits")
 @tallies(BATCHES, "mqa_logits")
-def test_groups_give_the_bits_of_single_tiles(case: ScoreCase, group: int) -> None:
+def test_groups_give_the_bits_of_single_tiles(case: ScoreCase, group: int, loaded: int) -> None:
     inputs = case.inputs()
     alone = tile_by_tile(inputs)
     assert same_bits(mqa_logits(**inputs), alone)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(score_cpu, "GROUP", group)
+        patch.setattr(score_cpu, "LOADED_TILES", loaded)
         assert same_bits(mqa_logits(**inputs), alone)
 
 

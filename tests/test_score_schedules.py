@@ -116,17 +116,62 @@ def test_a_run_takes_tensors_that_ask_for_a_gradient() -> None:
     assert not out.requires_grad and (out == HEADS * DIM).all()
 
 
-def test_a_call_widens_each_tile_of_keys_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_a_call_widens_each_tile_of_keys_once_and_queries_once_per_load(
+    group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 4 tiles of queries, against 5 tiles of keys in loads of 2; a group alone loads one."""
     rows, width = tile_shape(HEADS, DIM)
-    widened, widen_into = [], ragged_module.widen_into
+    length = 4 * width + 9
+    keys, queries, widen_into = [], [], score_cpu.widen_into
 
-    def widen(keys: torch.Tensor, values: torch.Tensor) -> None:
-        widened.append(len(values))
-        widen_into(keys, values)
+    def widen(into: list[int]) -> Any:
+        return lambda out, values: (into.append(len(values)), widen_into(out, values))
 
-    monkeypatch.setattr(ragged_module, "widen_into", widen)
-    mqa_logits(**ragged([(0, width + 9)] * (3 * rows), width + 9))
-    assert widened == [width, 9]
+    monkeypatch.setattr(ragged_module, "widen_into", widen(keys))
+    monkeypatch.setattr(score_cpu, "widen_into", widen(queries))
+    monkeypatch.setattr(score_cpu, "GROUP", group)
+    monkeypatch.setattr(score_cpu, "LOADED_TILES", 2)
+    inputs = ragged([(0, length)] * (4 * rows), length)
+    expected = by_hand(inputs["q"], inputs["k"], inputs["weights"], [(0, length)] * (4 * rows))
+    assert torch.equal(mqa_logits(**inputs), expected)
+    assert keys == [*[width] * 4, 9]
+    groups = 4 // group
+    assert queries == [group * rows] * (3 * groups if groups > 1 else 1)
+    assert len(CpuScorer(HEADS, DIM, 4 * rows).keys) == (2 if groups > 1 else 1)
+
+
+def test_queries_are_set_for_the_keys_they_see_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, width = tile_shape(HEADS, DIM)
+    set_queries, taken = CpuScorer._set_queries, []
+
+    def take(self: CpuScorer, q: torch.Tensor, weights: torch.Tensor) -> None:
+        taken.append(int(weights[0, 0]))
+        set_queries(self, q, weights)
+
+    monkeypatch.setattr(CpuScorer, "_set_queries", take)
+    monkeypatch.setattr(score_cpu, "GROUP", 1)
+    monkeypatch.setattr(score_cpu, "LOADED_TILES", 1)
+    windows = [(0, 9), NONE, (width, width + 9), (5, width + 5)]
+    inputs = ragged([window for window in windows for _ in range(rows)], width + 9)
+    inputs["weights"][:] = torch.arange(4).repeat_interleave(rows)[:, None]
+    mqa_logits(**inputs)
+    assert taken == [0, 3, 2, 3]
+
+
+def test_keys_are_packed_once_for_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = []
+
+    def pack(keys: torch.Tensor, heads: int, rows: int) -> torch.Tensor:
+        packed.append((heads, rows))
+        return keys
+
+    rows, width = tile_shape(HEADS, DIM)
+    Spy(monkeypatch)
+    monkeypatch.setattr(score_cpu, "pack_keys", pack)
+    monkeypatch.setattr(score_cpu, "GROUP", 2)
+    mqa_logits(**ragged([(0, width + 9)] * (4 * rows), width + 9))
+    assert packed == [(HEADS, 2 * rows)] * 2
 
 
 # products of a CPU
@@ -164,15 +209,30 @@ def test_large_tiles_alone_are_multiplied_by_onednn_and_only_where_there_is_one(
     assert asked == ([(width, dim)] if there else [])
 
 
-@pytest.mark.parametrize("lacks", ["nothing", "AVX", "oneDNN", "the operator"])
+PRODUCT, PACKING = "_linear_pointwise", "_reorder_linear_weight"
+
+
+def test_packed_keys_are_onednns_where_it_multiplies_and_the_keys_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few, many = torch.ones(256, 32), torch.ones(512, 128)
+    assert products_cpu.pack_keys(few, 4, 16) is few
+    monkeypatch.setattr(products_cpu, "has_inner_product", lambda: False)
+    assert products_cpu.pack_keys(many, 64, 2) is many
+    monkeypatch.setattr(products_cpu, "has_inner_product", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, PACKING, lambda keys, m: (keys, m), raising=False)
+    assert products_cpu.pack_keys(many, 64, 2) == (many, 128)
+
+
+@pytest.mark.parametrize("lacks", ["nothing", "AVX", "oneDNN", PRODUCT, PACKING])
 def test_onednn_is_asked_only_on_x86_and_if_it_has_the_product(
     lacks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capability = "DEFAULT" if lacks == "AVX" else "AVX2"
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: lacks != "oneDNN")
-    operators = type("Operators", (), {} if lacks == "the operator" else {"_linear_pointwise": 0})
-    monkeypatch.setattr(torch.ops, "mkldnn", operators)
+    there = {name: 0 for name in (PRODUCT, PACKING) if name != lacks}
+    monkeypatch.setattr(torch.ops, "mkldnn", type("Operators", (), there))
     assert products_cpu.has_inner_product.__wrapped__() is (lacks == "nothing")
 
 
